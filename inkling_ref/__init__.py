@@ -1,0 +1,65 @@
+"""Inkling 2 Small, as a reference: exact, readable, and runnable on a laptop.
+
+    import inkling_ref as ir
+
+    model = ir.load(folder)
+    pixel_values, image_grid_thw = ir.process_images([ir.load_image("picture.png")])
+    result = ir.generate(model, input_ids, pixel_values=pixel_values, image_grid_thw=image_grid_thw)
+
+One letter means one thing, in code, equations, figures and prose::
+
+    B  batch rows                              T  tokens of this call
+    S  source positions: keys and values       t, s, delta = t - s  positions, distance
+    V  vocabulary (stored rows)                D  hidden size
+    L  layers                                  H  query heads
+    G  key/value heads                         d  head size
+    R  relative channels a head (d_rel)        X  distances that carry a relative bias
+    W  window of a sliding layer               K  taps of a short convolution
+    E  experts                                 k  experts a token visits
+    I  expert width                            N  rows of a matrix, or tokens flattened to B*T
+
+`q`, `k`, `v`, `r` in lower case are the query, key, value and relative states of attention; where `k` could
+be read both ways the code writes `num_experts_per_tok`.
+
+A component is a stem: `inkling_ref/short_conv.py`, `tests/test_short_conv.py` and so on. They import downwards only:
+errors, config, then residual, short_conv, attention, moe, quantization and vision, then cache, model, checkpoint,
+generation, cli. Names below load on first use, so that importing the package, or asking the command line for help,
+does not wait for torch.
+"""
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "InputError": "errors",
+    "InklingConfig": "config",
+    "TextConfig": "config",
+    "VisionConfig": "config",
+    "Inkling": "model",
+    "load": "checkpoint",
+    "save": "checkpoint",
+    "load_image": "vision",
+    "process_images": "vision",
+    "generate": "generation",
+    "Tokenizer": "chat",
+    "nvfp4_quantize": "quantization",
+    "nvfp4_dequantize": "quantization",
+    "mxfp8_quantize": "quantization",
+    "mxfp8_dequantize": "quantization",
+}
+
+__all__ = ["__version__", *_HOME]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f".{_HOME[name]}", __name__), name)
+    globals()[name] = value  # the next access does not come here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
