@@ -1,0 +1,46 @@
+"""Which implementation runs each operation: an explicit object that the model holds and can print.
+
+The reference functions of the component modules are one backend; a kernel takes the place of one of them by having
+the same signature. Nothing falls back silently: a backend that is not available raises when it is asked for.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+from .attention import attend
+from .errors import InputError
+from .moe import experts, route
+from .residual import mix_and_norm
+from .short_conv import dynamic_short_conv, short_conv
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One implementation per operation; the defaults are the PyTorch reference."""
+
+    mix_and_norm: Callable = mix_and_norm
+    short_conv: Callable = short_conv
+    dynamic_short_conv: Callable = dynamic_short_conv
+    attend: Callable = attend
+    route: Callable = route
+    experts: Callable = experts
+
+    def report(self) -> dict[str, str]:
+        """Operation -> where its implementation is defined."""
+        functions = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: f"{function.__module__}.{function.__qualname__}" for name, function in functions.items()}
+
+
+def get_backend(backend: "str | Backend") -> Backend:
+    """A backend by name, or the given one.
+
+    Raises:
+        InputError: for a name that is unknown or not built yet.
+    """
+    if isinstance(backend, Backend):
+        return backend
+    if backend == "torch":
+        return Backend()
+    if backend == "triton":
+        raise InputError("backend 'triton': the kernels are not part of this version, expected 'torch'")
+    raise InputError(f"backend {backend!r}: expected 'torch'")

@@ -1,0 +1,136 @@
+"""Block attention residuals: the depth state that stands where other transformers keep a residual stream.
+
+A token's depth state is a list of *sources* of size D: the outputs of completed blocks of layers, and the running
+sum of the block in progress (`partial`). The token embedding is the first block. A sublayer does not read the sum of
+all that went before; it reads a mixture, chosen per token by a learned query over the *normalised* sources:
+
+$$ N_j = \\mathrm{RMS}(s_j), \\qquad \\mathrm{score}_j = N_j \\cdot q \\, / \\sqrt{D} $$
+
+    scores = einsum("btnd,qd->btqn", N, q) / sqrt(D)
+
+$$ \\mathrm{mix} = \\sum_j \\mathrm{softmax}(\\mathrm{score})_j \\, N_j $$
+
+    mix = einsum("btqn,btnd->btqd", softmax(scores, -1), N)
+
+$$ \\mathrm{RMS}(x) = x / \\sqrt{\\mathrm{mean}(x^2) + \\epsilon}, \\qquad \\mathrm{RMSNorm}_w(x) = w \\, \\mathrm{RMS}(x) $$
+
+The softmax runs over the n sources of one token: depth, not time. Sliding layers have one query; full layers have
+three, so that their queries, keys and values read three different mixtures.
+
+Tensors: `attn_res.attn_queries.{i}` (belongs to layer i + 1: layer 0 has one source and nothing to mix),
+`attn_res.mlp_queries.{i}`, `attn_res.output_query`; the RMSNorms `embed_norm`, `attn_norm`, `mlp_norm`, `norm`.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+def wide(x: Tensor) -> Tensor:
+    """`x` in the precision of internal sums: float32, or float64 where the model runs in float64."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def rms(x: Float[Tensor, "*shape D"], eps: float) -> Float[Tensor, "*shape D"]:
+    """RMS(x) over the last axis, in (and returned as) `wide` precision."""
+    return F.rms_norm(wide(x), x.shape[-1:], eps=eps)
+
+
+def rms_norm(x: Float[Tensor, "*shape D"], weight: Float[Tensor, " D"], eps: float) -> Float[Tensor, "*shape D"]:
+    """RMSNorm_w(x) = w RMS(x) in `wide` precision; the caller rounds, once, where the result enters a projection."""
+    return F.rms_norm(wide(x), x.shape[-1:], wide(weight), eps=eps)
+
+
+def mix(sources: Float[Tensor, "B T n D"], queries: Float[Tensor, "q D"], eps: float) -> Float[Tensor, "B T q D"]:
+    """One mixture of the n sources per query (module docstring), in `wide` precision from norm to sum.
+
+    A zero query gives the mean of the normalised sources.
+    """
+    normed = rms(sources, eps)
+    # Scaling the query instead of the scores saves a pass over [B, T, q, n].
+    scores = normed @ (wide(queries) / math.sqrt(queries.shape[-1])).T  # [B, T, n, q]
+    return scores.softmax(dim=-2).transpose(-1, -2) @ normed
+
+
+def mix_and_norm(
+    sources: Float[Tensor, "B T n D"],
+    queries: Float[Tensor, "q D"] | None,
+    norm_weights: list[Float[Tensor, " D"]],
+    eps: float,
+    dtype: torch.dtype,
+) -> list[Float[Tensor, "B T D"]]:
+    """The input of a sublayer: one mixture per query, each through its RMSNorm, rounded once to `dtype`.
+
+    Args:
+        sources: n source states a token, adjacent; the running sum is the last.
+        queries: [q, D], or None to read the last source unmixed (the first layer).
+        norm_weights: q weights, one a mixture. With `queries` None every norm reads the same state.
+    """
+    if queries is None:
+        mixtures = [sources[:, :, -1]] * len(norm_weights)
+    else:
+        mixtures = mix(sources, queries, eps).unbind(dim=2)
+    return [rms_norm(m, w, eps).to(dtype) for m, w in zip(mixtures, norm_weights, strict=True)]
+
+
+@dataclass(frozen=True)
+class DepthState:
+    """The sources of every token: completed blocks [B, T, n, D] in the stream's dtype, and the running sum [B, T, D].
+
+    Within a layer `partial` is in `wide` precision; it is rounded to the stream's dtype at the layer's end only.
+    """
+
+    blocks: Float[Tensor, "B T n D"]
+    partial: Float[Tensor, "B T D"]
+
+    @classmethod
+    def start(cls, embedding: Float[Tensor, "B T D"]) -> "DepthState":
+        """No completed block yet; the running sum is the embedding."""
+        return cls(embedding[:, :, None, :][:, :, :0], embedding)
+
+    def sources(self) -> Float[Tensor, "B T n D"]:
+        return torch.cat([wide(self.blocks), wide(self.partial)[:, :, None]], dim=2)
+
+    def close_block(self) -> "DepthState":
+        """The running sum becomes a completed block, and a new sum starts from nothing."""
+        return DepthState(torch.cat([self.blocks, self.partial[:, :, None]], dim=2), torch.zeros_like(self.partial))
+
+    def add(self, y: Float[Tensor, "B T D"]) -> "DepthState":
+        """`y` joins the running sum, in `wide` precision."""
+        return replace(self, partial=wide(self.partial) + wide(y))
+
+    def round(self, dtype: torch.dtype) -> "DepthState":
+        return replace(self, partial=self.partial.to(dtype))
+
+
+class RMSNorm(nn.Module):
+    """Holds the weight of one RMSNorm under the released name `*.weight`; `mix_and_norm` does the arithmetic."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+
+class AttentionResidualQueries(nn.Module):
+    """`attn_res.*`: the queries of all mixtures of the stack. Zeros at first: every mixture starts as a plain mean."""
+
+    def __init__(self, hidden_size: int, queries_per_layer: list[int]) -> None:
+        """`queries_per_layer`: 1 for a sliding layer, 3 (query, key, value) for a full one; layer 0 has none."""
+        super().__init__()
+        shapes = [(hidden_size,) if n == 1 else (n, hidden_size) for n in queries_per_layer]
+        self.attn_queries = nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in shapes[1:])
+        self.mlp_queries = nn.ParameterList(nn.Parameter(torch.zeros(hidden_size)) for _ in shapes)
+        self.output_query = nn.Parameter(torch.zeros(hidden_size))
+
+    def attention(self, layer: int) -> Float[Tensor, "q D"] | None:
+        return None if layer == 0 else torch.atleast_2d(self.attn_queries[layer - 1])
+
+    def mlp(self, layer: int) -> Float[Tensor, "1 D"]:
+        return self.mlp_queries[layer][None]
+
+    def output(self) -> Float[Tensor, "1 D"]:
+        return self.output_query[None]
