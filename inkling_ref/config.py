@@ -134,7 +134,7 @@ class TextConfig:
             )  # fmt: skip
         return AttentionConfig(
             self.num_attention_heads, self.num_key_value_heads, self.head_dim,
-            window=None, extent=self.rel_extent, log_scaling=(self.log_scaling_n_floor, self.log_scaling_alpha),
+            window=None, extent=self.rel_extent, log_scaling=(float(self.log_scaling_n_floor), self.log_scaling_alpha),
         )  # fmt: skip
 
 

@@ -61,7 +61,7 @@ def softcap(x: Tensor, cap: float) -> Tensor:
     return torch.tanh(x / cap) * cap
 
 
-def softcapped_swiglu(gate_up: Float[Tensor, "N 2*I"], gate_cap: float, up_cap: float) -> Float[Tensor, "N I"]:
+def softcapped_swiglu(gate_up: Float[Tensor, "N rows"], gate_cap: float, up_cap: float) -> Float[Tensor, "N I"]:
     """a of the module docstring from interleaved (g0, u0, g1, ...) columns; `wide` inside, rounded once."""
     g, u = wide(gate_up).unflatten(-1, (-1, 2)).unbind(-1)
     return (softcap(g, gate_cap) * g.sigmoid() * softcap(u, up_cap)).to(gate_up.dtype)

@@ -39,7 +39,7 @@ def _convolve(
     x: Float[Tensor, "B T C"],
     taps: Iterable[Tensor],
     scale: float,
-    history: Float[Tensor, "B K-1 C"] | None,
+    history: Float[Tensor, "B past C"] | None,
     document_position: Int[Tensor, "B T"] | None,
 ) -> Float[Tensor, "B T C"]:
     """(sum_j taps[j] x_{t-j} + x_t) * scale; each tap broadcasts against [B, T, C]."""

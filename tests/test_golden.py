@@ -1,0 +1,101 @@
+"""The public implementation's float32 outputs on three small checkpoints in the released format."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import relative_rms
+from safetensors.torch import load_file
+
+from inkling_ref import quantization
+from inkling_ref.config import InklingConfig
+from inkling_ref.model import Inkling
+
+GOLDEN = Path(__file__).parent / "golden"
+MODELS = ["text", "text_mixed_precision", "image_text"]
+
+
+def load(folder: Path) -> Inkling:
+    """The checkpoint's values in float32; `checkpoint.load` has tests of its own."""
+    tensors = {name.removeprefix("model."): t for name, t in load_file(folder / "model.safetensors").items()}
+    state = {}
+    for name, t in tensors.items():
+        if t.dtype == torch.uint8 and not name.endswith("_scale"):
+            companions = (tensors[f"{name}_{s}"] for s in ("scale", "amax", "outer_scale_denominator"))
+            state[name] = quantization.nvfp4_dequantize(t, *companions)
+        elif t.dtype == torch.float8_e4m3fn and not name.endswith("_scale"):
+            state[name] = quantization.mxfp8_dequantize(t, tensors[f"{name}_scale"])
+        elif not name.endswith(("_scale", "_amax", "_denominator")):
+            state[name] = t.float()
+    model = Inkling(InklingConfig.from_pretrained(folder)).eval().requires_grad_(False)
+    model.load_state_dict(state)
+    return model
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def run(request):
+    """(model, expected tensors, our tensors under the same names)."""
+    folder = GOLDEN / request.param
+    model, expected = load(folder), load_file(folder / "expected.safetensors")
+    ours = {}
+    for i, layer in enumerate(model.llm.layers):
+        layer.register_forward_hook(lambda _, __, depth, name=f"layer_{i:02d}": ours.update({name: depth.partial}))
+        layer.mlp.gate.register_forward_hook(
+            lambda _, __, out, name=f"router_{i:02d}.experts": ours.update({name: out[1].sort(dim=-1).values})
+        )
+    images = {name: expected[name] for name in ("pixel_values", "image_grid_thw") if name in expected}
+    with torch.inference_mode():
+        ours["logits"] = model(expected["input_ids"], **images).logits
+        if images:
+            ours["image_features"] = model.image_features(**images)
+    return model, expected, ours
+
+
+def test_every_expected_tensor_is_compared(run):
+    model, expected, ours = run
+    inputs = {"input_ids", "pixel_values", "image_grid_thw"}
+    assert set(ours) == set(expected) - inputs
+    assert sum(name.startswith("layer_") for name in ours) == model.config.text.num_hidden_layers
+
+
+def test_logits(run):
+    _, expected, ours = run
+    assert expected["logits"].abs().max() > 20  # the scale against which the bound is small
+    assert (ours["logits"] - expected["logits"]).abs().max() < 2e-3
+
+
+def test_layer_outputs(run):
+    _, expected, ours = run
+    errors = {name: relative_rms(ours[name], expected[name]) for name in expected if name.startswith("layer_")}
+    assert max(errors.values()) < 2e-4, errors
+
+
+def test_chosen_experts(run):
+    _, expected, ours = run
+    wrong = [n for n in expected if n.startswith("router_") and not torch.equal(ours[n], expected[n].to(torch.int64))]
+    assert not wrong
+
+
+def test_image_features(run):
+    _, expected, ours = run
+    if "image_features" not in expected:
+        pytest.skip("text only")
+    assert relative_rms(ours["image_features"], expected["image_features"]) < 2e-5
+
+
+def test_prefill_and_decode(run):
+    """The same logits through a cache: the prompt in three uneven pieces, then one token at a time."""
+    model, expected, _ = run
+    ids, images = expected["input_ids"], {}
+    if "pixel_values" in expected:
+        with torch.inference_mode():
+            images = {"image_features": model.image_features(expected["pixel_values"], expected["image_grid_thw"])}
+    T = ids.shape[1]
+    first = T - 8
+    cache = model.new_cache(ids.shape[0])
+    pieces = []
+    with torch.inference_mode():
+        pieces.append(model(ids[:, :first], cache=cache, **images).logits)
+        for start, end in [(first, first + 3), *((t, t + 1) for t in range(first + 3, T))]:
+            pieces.append(model(ids[:, start:end], cache=cache).logits)
+    assert (torch.cat(pieces, dim=1) - expected["logits"]).abs().max() < 2e-3
