@@ -1,0 +1,371 @@
+"""Generation: from a prompt to new tokens, one at a time.
+
+Logits become probabilities in one place, `probabilities`: with u the logits of one position and tau the temperature,
+
+$$ p_v = \\mathrm{softmax}(u / \\tau)_v \\quad \\text{restricted to a set } S, \\text{ renormalised} $$
+
+where S are the top_k likeliest tokens, and of those (renormalised) the likeliest whose masses first reach top_p.
+Tokens are ranked by logit descending, then by id ascending, so that ties at a cut are decided the same way
+everywhere. Temperature 0 puts all mass on the first of that ranking.
+
+The prompt runs in one call, or in chunks, and fills a cache; then every call appends one token a row. Rows are padded
+on the left, so that the last position of every call is the newest token of every row. A row that has ended stays in
+the batch as padding: it neither grows nor reaches a position beyond the context.
+"""
+
+import math
+import operator
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn import functional as F
+
+from .errors import InputError
+from .residual import wide
+
+
+def probabilities(
+    logits: Float[Tensor, "*shape V"], temperature: Real = 1.0, top_k: Real | None = None, top_p: Real | None = None
+) -> Float[Tensor, "*shape V"]:
+    """The distribution that sampling draws from (module docstring), in `wide` precision.
+
+    Args:
+        temperature: >= 0; 0 gives a one-hot distribution on the first of the largest logits.
+        top_k: keep exactly that many tokens (all, if there are fewer); None keeps all.
+        top_p: keep the smallest set of the likeliest whose mass reaches top_p, at least one; None keeps all.
+
+    Raises:
+        InputError: naming the setting that is out of range.
+    """
+    _check_sampling(temperature, top_k, top_p)
+    logits = wide(logits)
+    V = logits.shape[-1]
+    if temperature == 0:
+        return F.one_hot(logits.argmax(dim=-1), V).to(logits.dtype)
+    # The largest logit becomes 0 before the division: no temperature, however small, overflows to inf - inf.
+    scaled = (logits - logits.amax(dim=-1, keepdim=True)) / max(temperature, torch.finfo(logits.dtype).tiny)
+    if top_k is None and top_p is None:
+        return scaled.softmax(dim=-1)
+    ranked, order = scaled.sort(dim=-1, descending=True, stable=True)
+    if top_k is not None:
+        ranked[..., top_k:] = -math.inf
+    p = ranked.softmax(dim=-1)
+    if top_p is not None and top_p < 1:
+        mass_before = F.pad(p.cumsum(dim=-1)[..., :-1], (1, 0))
+        p = p.masked_fill(mass_before >= top_p, 0)
+        p = p / p.sum(dim=-1, keepdim=True)
+    return torch.zeros_like(p).scatter(-1, order, p)
+
+
+def sample(p: Float[Tensor, "B V"], generator: torch.Generator | None = None) -> Int[Tensor, " B"]:
+    """One token a row, drawn from the distribution `p`."""
+    return torch.multinomial(p, 1, generator=generator)[:, 0]
+
+
+@dataclass
+class Stats:
+    """Token counts over all rows, and seconds spent in the model: consumers of a stream cost nothing here."""
+
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    decoded_tokens: int = 0  # those that the decoding steps gave: all but the first of every row
+    prefill_seconds: float = 0.0  # until the first of every row is known
+    decode_seconds: float = 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of decoding; 0 if there was none."""
+        return self.decoded_tokens / self.decode_seconds if self.decode_seconds else 0.0
+
+
+@dataclass
+class Generation:
+    """What `generate` returns.
+
+    tokens: the new ids of every row; an end-of-sequence id is their last.
+    stop_reason: for every row "eos"; "length", max_new_tokens are there; "context", prompt and new tokens fill
+        max_position_embeddings; None in a stream that still runs.
+    """
+
+    tokens: list[list[int]]
+    stop_reason: list[str | None]
+    stats: Stats
+
+
+class Stream:
+    """Iterator over steps. A step is a list: the new token of every row, None for a row that had ended.
+
+    `result` grows along, and is complete when the iterator ends.
+    """
+
+    def __init__(self, steps: Iterator[list[int | None]], result: Generation) -> None:
+        self._steps, self.result = steps, result
+
+    def __iter__(self) -> "Stream":
+        return self
+
+    def __next__(self) -> list[int | None]:
+        return next(self._steps)
+
+
+def generate(
+    model: Any,
+    input_ids: Any,
+    max_new_tokens: int = 64,
+    temperature: Real = 0.0,
+    top_k: Real | None = None,
+    top_p: Real | None = None,
+    seed: int | None = None,
+    eos_token_id: Any = None,
+    pixel_values: Float[Tensor, "tiles p p 3"] | None = None,
+    image_grid_thw: Int[Tensor, "images 3"] | None = None,
+    drafter: Any = None,
+    attention_mask: Any = None,
+    prefill_chunk: int | None = None,
+    on_token: Callable[[int, int], Any] | None = None,
+) -> Generation:
+    """Continue prompts.
+
+    Nothing is left behind on the model: every call has its own cache and its own random numbers.
+
+    Args:
+        model: an `Inkling`.
+        input_ids: integers [B, T] or [T], or a list of rows, which may differ in length.
+        max_new_tokens: at most that many new tokens a row; an end-of-sequence id or the context may end it earlier.
+        temperature, top_k, top_p: see `probabilities`. The default is greedy.
+        seed: makes sampling reproducible; None draws a fresh one. The global random state is not touched.
+        eos_token_id: id or list of ids that end a row; None takes the config's, [] has none.
+        pixel_values, image_grid_thw: the images of all prompts, row by row, from `process_images`.
+        attention_mask: shape of input_ids, true = token, false = padding, wherever it stands.
+        prefill_chunk: read the prompt that many positions a call, to bound memory; the result is the same.
+        on_token: called as on_token(row, token) for every new token.
+
+    Raises:
+        InputError: naming the argument that cannot be used, or the position whose logits are not finite.
+    """
+    steps = stream(
+        model, input_ids, max_new_tokens, temperature, top_k, top_p, seed, eos_token_id,
+        pixel_values, image_grid_thw, drafter, attention_mask, prefill_chunk,
+    )  # fmt: skip
+    for step in steps:
+        if on_token is not None:
+            for row, token in enumerate(step):
+                if token is not None:
+                    on_token(row, token)
+    return steps.result
+
+
+def stream(
+    model: Any,
+    input_ids: Any,
+    max_new_tokens: int = 64,
+    temperature: Real = 0.0,
+    top_k: Real | None = None,
+    top_p: Real | None = None,
+    seed: int | None = None,
+    eos_token_id: Any = None,
+    pixel_values: Float[Tensor, "tiles p p 3"] | None = None,
+    image_grid_thw: Int[Tensor, "images 3"] | None = None,
+    drafter: Any = None,
+    attention_mask: Any = None,
+    prefill_chunk: int | None = None,
+) -> Stream:
+    """`generate`, step by step: the arguments are checked at once, the model runs as the stream is read."""
+    if drafter is not None:
+        raise InputError("drafter: speculative decoding is not available yet")
+    if (pixel_values is None) != (image_grid_thw is None):
+        raise InputError(
+            "pixel_values and image_grid_thw: one is missing, expected both as process_images returns them"
+        )
+    _check_sampling(temperature, top_k, top_p)
+    _check_count("max_new_tokens", max_new_tokens, 0)
+    if prefill_chunk is not None:
+        _check_count("prefill_chunk", prefill_chunk, 1)
+    config = model.config.text
+    rows = _read_rows(input_ids, attention_mask, config.unpadded_vocab_size)
+    limit = config.max_position_embeddings
+    for row, prompt in enumerate(rows):
+        if len(prompt) > limit:
+            raise InputError(f"input_ids: row {row} has {len(prompt)} tokens, max_position_embeddings is {limit}")
+    eos = _read_eos(config.eos_token_id if eos_token_id is None else eos_token_id, config.vocab_size)
+    generator = torch.Generator(device=model.device)
+    generator.seed() if seed is None else generator.manual_seed(seed)
+
+    result = Generation([[] for _ in rows], [None] * len(rows), Stats(prompt_tokens=sum(map(len, rows))))
+
+    def end(row: int) -> None:
+        """Notes why a row gets no further token, if so. Called before the row's next position is computed."""
+        tokens = result.tokens[row]
+        if tokens and tokens[-1] in eos:
+            result.stop_reason[row] = "eos"
+        elif len(tokens) == max_new_tokens:
+            result.stop_reason[row] = "length"
+        elif len(rows[row]) + len(tokens) == limit:
+            result.stop_reason[row] = "context"
+
+    def steps() -> Iterator[list[int | None]]:
+        cache, chosen = None, None
+        while any(running := [reason is None for reason in result.stop_reason]):
+            start, is_prefill = time.perf_counter(), cache is None
+            if is_prefill:
+                cache, logits = _prefill(model, rows, pixel_values, image_grid_thw, prefill_chunk)
+            else:
+                logits = _decode(model, chosen, cache, running)
+            assert logits.shape[-1] == config.unpadded_vocab_size  # padded rows of the vocabulary have no logits
+            chosen = _choose(logits, temperature, top_k, top_p, generator)
+            new = chosen.tolist()  # the one place where a step waits for the device
+            _count(result.stats, time.perf_counter() - start, sum(running), is_prefill)
+
+            step = [token if is_running else None for token, is_running in zip(new, running, strict=True)]
+            for row, token in enumerate(step):
+                if token is None:
+                    continue
+                if token == NOT_FINITE:
+                    position = len(rows[row]) + len(result.tokens[row]) - 1
+                    raise InputError(f"logits: not finite in row {row} at position {position}; are the weights sound?")
+                result.tokens[row].append(token)
+                end(row)
+            yield step
+
+    for row in range(len(rows)):
+        end(row)
+    return Stream(steps(), result)
+
+
+def _count(stats: Stats, seconds: float, new_tokens: int, is_prefill: bool) -> None:
+    stats.new_tokens += new_tokens
+    if is_prefill:
+        stats.prefill_seconds = seconds
+    else:
+        stats.decoded_tokens += new_tokens
+        stats.decode_seconds += seconds
+
+
+@torch.inference_mode()
+def _prefill(
+    model: Any, rows: list[list[int]], pixel_values: Tensor | None, image_grid_thw: Tensor | None, chunk: int | None
+) -> tuple[Any, Float[Tensor, "B V"]]:
+    """A cache that holds the prompts, and the logits after each."""
+    T = max(map(len, rows))
+    ids = torch.tensor([[0] * (T - len(row)) + row for row in rows], device=model.device)
+    padding = torch.tensor([T - len(row) for row in rows], device=model.device)
+    mask = torch.arange(T, device=model.device) >= padding[:, None]
+    padded = any(len(row) < T for row in rows)
+    features = None
+    if pixel_values is not None:
+        features = model.image_features(pixel_values.to(model.device), image_grid_thw.to(model.device))
+    if model.visual is not None:
+        # Checked for the whole prompt: a chunk cannot know what other chunks hold.
+        places = mask & (ids == model.config.image_token_id)
+        wanted, given = int(places.sum()), 0 if features is None else len(features)
+        if wanted != given:
+            raise InputError(f"images: the prompts have {wanted} image tokens, the images have {given} tiles")
+        feature_at = places.flatten().cumsum(0).view_as(ids) - 1
+
+    cache = model.new_cache(len(rows), rollback=0)
+    for start in range(0, T, chunk or T):
+        part = slice(start, start + (chunk or T))
+        logits = model(
+            ids[:, part],
+            cache=cache,
+            attention_mask=mask[:, part] if padded else None,
+            image_features=None if features is None else features[feature_at[:, part][places[:, part]]],
+            logits_to_keep=1,
+        ).logits[:, -1]
+    return cache, logits
+
+
+@torch.inference_mode()
+def _decode(model: Any, tokens: Int[Tensor, " B"], cache: Any, running: list[bool]) -> Float[Tensor, "B V"]:
+    """The logits after one more token a row. Rows that have ended are padding: they do not grow."""
+    mask = None
+    if not all(running):
+        mask = torch.tensor(running, device=tokens.device)[:, None]
+        tokens = tokens.clamp(min=0)
+    return model(tokens[:, None], cache=cache, attention_mask=mask, logits_to_keep=1).logits[:, -1]
+
+
+NOT_FINITE = -1
+
+
+@torch.inference_mode()
+def _choose(
+    logits: Float[Tensor, "B V"],
+    temperature: Real,
+    top_k: Real | None,
+    top_p: Real | None,
+    generator: torch.Generator,
+) -> Int[Tensor, " B"]:
+    """The next token of every row; NOT_FINITE where the largest logit is NaN (as any NaN makes it) or infinite."""
+    largest, token = logits.max(dim=-1)  # of equal logits the first
+    sound = largest.isfinite()
+    if temperature != 0:
+        # A NaN would make the draw of the other rows fail too.
+        logits = torch.where(sound[:, None], logits, 0)
+        token = sample(probabilities(logits, temperature, top_k, top_p), generator)
+    return torch.where(sound, token, NOT_FINITE)
+
+
+def _check_sampling(temperature: Any, top_k: Any, top_p: Any) -> None:
+    if not _is_number(temperature) or not 0 <= temperature < math.inf:
+        raise InputError(f"temperature is {temperature!r}, expected a finite number >= 0")
+    if top_k is not None:
+        _check_count("top_k", top_k, 1)
+    if top_p is not None and (not _is_number(top_p) or not 0 < top_p <= 1):
+        raise InputError(f"top_p is {top_p!r}, expected 0 < top_p <= 1")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _check_count(name: str, value: Any, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise InputError(f"{name} is {value!r}, expected an integer >= {least}")
+
+
+def _read_eos(eos: Any, vocab_size: int) -> set[int]:
+    ids = [] if eos is None else eos if isinstance(eos, (list, tuple)) else [eos]
+    for token in ids:
+        if not isinstance(token, int) or not 0 <= token < vocab_size:
+            raise InputError(f"eos_token_id is {eos!r}, expected ids with 0 <= id < {vocab_size}")
+    return set(ids)
+
+
+def _read_rows(input_ids: Any, attention_mask: Any, vocab_size: int) -> list[list[int]]:
+    """The tokens of every row, without padding."""
+    rows = _as_rows("input_ids", input_ids)
+    masks = [[1] * len(row) for row in rows] if attention_mask is None else _as_rows("attention_mask", attention_mask)
+    if [len(mask) for mask in masks] != [len(row) for row in rows]:
+        raise InputError("attention_mask: expected one entry for every entry of input_ids")
+    prompts = []
+    for row, (ids, mask) in enumerate(zip(rows, masks, strict=True)):
+        prompt = []
+        for column, (token, is_token) in enumerate(zip(ids, mask, strict=True)):
+            if not is_token:
+                continue
+            if not 0 <= token < vocab_size:
+                raise InputError(f"input_ids: row {row}, column {column} is {token}, expected 0 <= id < {vocab_size}")
+            prompt.append(token)
+        if not prompt:
+            raise InputError(f"input_ids: row {row} has no tokens, expected a prompt of at least one")
+        prompts.append(prompt)
+    return prompts
+
+
+def _as_rows(name: str, values: Any) -> list[list[int]]:
+    """Integers as a list of rows, from a tensor or array [B, T] or [T], or from lists."""
+    values = values.tolist() if hasattr(values, "tolist") else values
+    if not isinstance(values, (list, tuple)) or not values:
+        raise InputError(f"{name} is {values!r:.40}, expected integers [B, T], [T], or a list of rows")
+    rows = values if isinstance(values[0], (list, tuple)) else [values]
+    try:
+        return [[operator.index(v) for v in row] for row in rows]
+    except TypeError:
+        raise InputError(f"{name}: expected integers [B, T], [T], or a list of rows") from None
