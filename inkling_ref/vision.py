@@ -226,9 +226,7 @@ def _levels(image: Any, name: str, side: int) -> UInt8[Tensor, "rows columns cha
         if dtype != "uint8" or len(shape) not in (2, 3) or shape[2:] not in ((), (3,), (4,)):
             raise InputError(f"{name}: {dtype} array of shape {list(shape)}, expected {_ARRAYS}")
         _check_size(name, *shape[:2], side)
-        array = np.array(
-            image.numpy(force=True) if isinstance(image, Tensor) else image, order="C"
-        )  # flipped views too
+        array = np.array(image.numpy(force=True) if isinstance(image, Tensor) else image)  # a copy: may be read-only
         if array.ndim == 2:
             array = np.repeat(array[..., None], 3, axis=2)
     return torch.from_numpy(array)
@@ -285,7 +283,7 @@ def position_weights(
     """
     line = torch.arange(side, device=place.device)
     # float64 as in rotary_angles: few numbers, and a float64 model needs them
-    centre = ((place.double() + 0.5) * side / size.clamp(min=1)[:, None] - 0.5).clamp(0, side - 1)
+    centre = ((place.double() + 0.5) * side / size[:, None] - 0.5).clamp(0, side - 1)
     row, column = (1 - (centre[..., None] - line).abs()).clamp(min=0).to(dtype).unbind(2)
     return torch.einsum("npi,npj->npij", row, column).flatten(2)
 
@@ -470,8 +468,11 @@ class VisionModel(nn.Module):
         if tuple(pixel_values.shape[1:]) != (side, side, 3):
             raise InputError(f"pixel_values: shape {list(pixel_values.shape)}, expected [tiles, {side}, {side}, 3]")
         grids = image_grid_thw.tolist()
-        if not grids or any(len(grid) != 3 or grid[0] != 1 or min(grid) < 1 for grid in grids):
-            raise InputError(f"image_grid_thw: {grids}, expected (1, rows, columns) in tiles for every image")
+        whole = image_grid_thw.shape[1:] == (3,) and not image_grid_thw.is_floating_point() and len(grids) > 0
+        if not whole or any(t != 1 or rows < 1 or columns < 1 for t, rows, columns in grids):
+            raise InputError(
+                f"image_grid_thw: {grids}, expected integers (1, rows, columns), in tiles, for every image"
+            )
         n_tiles = sum(rows * columns for _, rows, columns in grids)
         if n_tiles != len(pixel_values):
             raise InputError(f"image_grid_thw: {n_tiles} tiles, but pixel_values holds {len(pixel_values)}")
