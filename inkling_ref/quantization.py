@@ -186,8 +186,8 @@ def stored_layout(
     group = GROUP[quantisation]
     if len(shape) != 3 or 0 in shape or shape[2] % group:
         raise InputError(
-            f"{name}: a weight of shape {list(shape)} cannot be {quantisation.upper()}, expected [E, N, K] with K a multiple "
-            f"of {group}"
+            f"{name}: a weight of shape {list(shape)} cannot be {quantisation.upper()}, "
+            f"expected [E, N, K] with K a multiple of {group}"
         )
     E, N, K = shape
     if quantisation == NVFP4:
@@ -366,9 +366,9 @@ def fake_mxfp8(x: Float[Tensor, "*rows K"]) -> Float[Tensor, "*rows K"]:
 
 
 def _check_columns(quantisation: str, x: Tensor) -> None:
-    if x.shape[-1] % GROUP[quantisation]:
-        group = GROUP[quantisation]
-        raise InputError(f"{quantisation.upper()}: the last axis has {x.shape[-1]} values, expected a multiple of {group}")
+    columns, group = x.shape[-1], GROUP[quantisation]
+    if columns % group:
+        raise InputError(f"{quantisation.upper()}: the last axis has {columns} values, expected a multiple of {group}")
 
 
 def _check_weight(quantisation: str, w: Tensor, name: str, limit: float) -> None:
