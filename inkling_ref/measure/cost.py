@@ -61,7 +61,7 @@ def parameters(config: InklingConfig, tp: int = 1, ep: int = 1) -> Counter[str]:
 def active_parameters(config: InklingConfig) -> Counter[str]:
     """Parameters that one text token meets, by part: k of E experts, one row of the embedding, no image encoder.
 
-    The published "17e9 active" of Small counts the layers, that is, neither embedding nor unembedding.
+    The published "17e9 active" of Small counts what is `in_layers`.
     """
     text, counts = config.text, parameters(config)
     counts["experts"] = counts["experts"] * text.num_experts_per_tok // text.n_routed_experts
@@ -71,13 +71,18 @@ def active_parameters(config: InklingConfig) -> Counter[str]:
     return counts
 
 
+def in_layers(counts: Counter[str]) -> int:
+    """The sum without embedding, unembedding and image encoder."""
+    return counts.total() - counts["embedding"] - counts["unembedding"] - counts["vision"]
+
+
 def checkpoint_bytes(
     config: InklingConfig, experts: ExpertFormat = "nvfp4+mxfp8", tp: int = 1, ep: int = 1
 ) -> Counter[str]:
     """Bytes of one rank's weights by storage format, experts in the given format.
 
     NVFP4 spends 4 bits on a value and 8 on the scale of every 16, MXFP8 8 bits on a value and 8 on the scale of
-    every 32. In a mixed checkpoint the last sixth of the layers is MXFP8 (layers 40 to 47 of Small). Tensors that
+    every 32. In a mixed checkpoint the last layers are MXFP8 (40 to 47 of Small). Tensors that
     stay float32 in a bfloat16 model: static convolutions, router, residual queries.
     """
     mxfp8_from = {"bf16": config.text.num_hidden_layers, "mxfp8": 0, "nvfp4+mxfp8": first_mxfp8_layer(config.text)}
@@ -98,45 +103,30 @@ def checkpoint_bytes(
 
 
 def first_mxfp8_layer(text: TextConfig) -> int:
-    """Where the experts of a mixed checkpoint turn from NVFP4 to MXFP8: the last sixth of the layers is MXFP8."""
-    return text.num_hidden_layers - text.num_hidden_layers // 6
-
-
-@dataclass(frozen=True)
-class CacheBytes:
-    """Bytes of one sequence's cache on one rank."""
-
-    per_token: int  # keys and values that every further token adds, full layers
-    full: int  # full layers at the given length
-    sliding: int  # sliding layers at the given length
-    convolutions: int  # the same at every length
-
-    @property
-    def total(self) -> int:
-        return self.full + self.sliding + self.convolutions
+    """Where the experts of a mixed checkpoint turn from NVFP4 to MXFP8: after the first 5/6 of the layers."""
+    return text.num_hidden_layers * 5 // 6
 
 
 def cache_bytes(
     config: InklingConfig, context: int, tp: int = 1, kv_bytes: int = 2, convolution_bytes: int = 4
-) -> CacheBytes:
-    """Bytes of the cache of one sequence of `context` tokens; keys and values bfloat16, convolution inputs float32."""
-    text = config.text
+) -> Counter[str]:
+    """Bytes that one sequence of `context` tokens keeps on one rank, by part.
+
+    The defaults are bfloat16 keys and values and float32 convolution inputs.
+    """
     _check_split(config, tp, 1)
-    per_token = sliding = channels = 0
+    text = config.text
+    sizes = Counter({"full layers": 0, "sliding layers": 0, "convolution states": 0})
     for layer in range(text.num_hidden_layers):
         a = text.attention(layer)
-        kv_channels = 2 * a.num_key_value_heads * a.head_dim
-        channels += kv_channels + 2 * text.hidden_size
+        channels = 2 * a.num_key_value_heads * a.head_dim // tp
         if a.window is None:
-            per_token += kv_channels * kv_bytes
+            sizes["full layers"] += channels * kv_bytes * context
         else:
-            sliding += kv_channels * kv_bytes * min(context, a.window - 1)
-    return CacheBytes(
-        per_token=per_token // tp,
-        full=per_token * context // tp,
-        sliding=sliding // tp,
-        convolutions=channels * (text.conv_kernel_size - 1) * convolution_bytes // tp,
-    )
+            sizes["sliding layers"] += channels * kv_bytes * min(context, a.window - 1)
+        inputs = channels + 2 * text.hidden_size // tp
+        sizes["convolution states"] += (text.conv_kernel_size - 1) * inputs * convolution_bytes
+    return sizes
 
 
 def flops(config: InklingConfig, context: int, tokens: int = 1, tp: int = 1, ep: int = 1) -> Counter[str]:

@@ -1,0 +1,265 @@
+"""The command line: `inkling-ref ask`, `info`, `eval-nano`, `train-nano`.
+
+Whatever a user can correct ends as one line on stderr and exit status 2; Ctrl-C ends with 130. Only the answer goes to
+stdout, so that it can be piped: thinking, reports and warnings go to stderr. torch is imported by the commands that
+need it: `--help` and `info` answer without.
+"""
+
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import typer
+
+from .errors import InputError
+
+INTERRUPTED = 130  # what typer makes of Ctrl-C
+NANO = Path(__file__).parent / "data" / "nano"  # the checkpoint that ships with the package
+
+app = typer.Typer(
+    help="Inkling 2, as a reference: ask a model, look at its costs, train and evaluate nano.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; returns its exit status."""
+    warnings.showwarning = lambda message, *_: _note(f"warning: {message}")
+    try:
+        status = app(arguments, prog_name="inkling-ref", standalone_mode=False) or 0
+    except typer.TyperException as error:  # unknown commands and options
+        if message := error.format_message():  # empty where the help was shown for want of a command
+            _note(f"error: {message}")
+    except InputError as error:
+        _note(f"error: {error}")
+    except OSError as error:
+        _note(f"error: {error.filename or 'system'}: {error.strerror or error}")
+    else:
+        if status == INTERRUPTED:
+            _note("interrupted")
+        return status
+    return 2
+
+
+def _note(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+Checkpoint = Annotated[
+    Path, typer.Option(help="Folder with config.json, *.safetensors and tokenizer.json; default: the shipped nano.")
+]
+Device = Annotated[Literal["cpu", "cuda"], typer.Option(help="Where the model runs.")]
+
+
+@app.command()
+def ask(
+    question: Annotated[str, typer.Argument(help="What to ask.")],
+    image: Annotated[list[Path] | None, typer.Option(help="A picture, before the question; repeatable.")] = None,
+    checkpoint: Checkpoint = NANO,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
+    top_p: Annotated[float | None, typer.Option(help="Sample from the likeliest tokens of this mass.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Sample from this many of the likeliest tokens.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Make sampling reproducible.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Stop after this many tokens.")] = 256,
+    effort: Annotated[str, typer.Option(help="Thinking effort: 0 to 0.99, or none, low, medium, high, max.")] = "0.9",
+    system: Annotated[str | None, typer.Option(help="A system message.")] = None,
+    device: Device = "cpu",
+    backend: Annotated[Literal["torch", "triton"], typer.Option(help="What runs the operations.")] = "torch",
+    draft: Annotated[bool, typer.Option("--draft", help="Speculative decoding.")] = False,
+) -> None:
+    """Answer a question, about pictures if there are any. The answer streams to stdout."""
+    if draft:
+        raise InputError("--draft: speculative decoding is not part of this version; ask without --draft")
+    if not question.strip():
+        raise InputError("question: empty, expected text")
+    messages = [{"role": "system", "content": system}] if system else []
+    pictures = [{"type": "image", "image": str(path)} for path in image or []]
+    messages.append({"role": "user", "content": [*pictures, question]})
+
+    from . import checkpoint as checkpoints
+    from . import generation
+    from .chat import END_OF_TEXT, END_SAMPLING, StreamParser, Tokenizer, render
+    from .config import InklingConfig
+
+    # Everything that can be wrong with the request is found before the weights are read.
+    config, tokenizer = InklingConfig.from_pretrained(checkpoint), Tokenizer.from_pretrained(checkpoint)
+    prompt = render(messages, tokenizer, effort=_effort(effort), config=config)
+
+    start = time.perf_counter()
+    model = checkpoints.load(checkpoint, device=device, dtype=_dtype(device), backend=backend)
+    load_seconds = time.perf_counter() - start
+    stream = generation.stream(
+        model,
+        [prompt.input_ids],
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        eos_token_id=[tokenizer.markers[m] for m in (END_SAMPLING, END_OF_TEXT) if m in tokenizer.markers],
+        pixel_values=prompt.pixel_values,
+        image_grid_thw=prompt.image_grid_thw,
+    )
+    parser, printer = StreamParser(tokenizer), _Printer()
+    for (token,) in stream:
+        for delta in parser.feed(token):
+            printer.show(delta.kind, delta.text)
+    for delta in parser.finish():
+        printer.show(delta.kind, delta.text)
+    printer.end()
+
+    stats, (reason,) = stream.result.stats, stream.result.stop_reason
+    count = sum(p.numel() for p in model.parameters())
+    speed = (stats.new_tokens - 1) / stats.decode_seconds if stats.decode_seconds else 0.0
+    _note(
+        f"{checkpoint.resolve().name}, {_count(count)} parameters | loaded in {load_seconds:.2f} s | "
+        f"{stats.prompt_tokens} tokens read in {stats.prefill_seconds:.2f} s | "
+        f"{stats.new_tokens} written, {speed:.0f} tokens/s" + ("" if reason == "eos" else f" | cut: {reason}")
+    )
+
+
+class _Printer:
+    """Text to stdout as it comes; thinking, dimmed, to stderr. A new kind of block begins a new line."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+
+        self.aside = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
+        self.kind: str | None = None
+        sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode still gets its answer
+
+    def show(self, kind: str, text: str) -> None:
+        if kind != self.kind:
+            self.end()
+            self.kind = kind
+        if kind == "thinking":
+            self.aside.print(text, style="dim", end="")
+        else:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+    def end(self) -> None:
+        if self.kind == "thinking":
+            self.aside.print()
+        elif self.kind is not None:
+            sys.stdout.write("\n")
+            sys.stdout.flush()
+
+
+def _dtype(device: str) -> Any:
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise InputError("--device cuda: torch sees no GPU here, expected cpu")
+    return torch.float32 if device == "cpu" else torch.bfloat16
+
+
+def _effort(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text  # a name, which `render` checks
+
+
+@app.command()
+def info(
+    checkpoint: Annotated[Path | None, typer.Option(help="Folder with a config.json.")] = None,
+    preset: Annotated[
+        Literal["small", "nano", "tiny"] | None, typer.Option(help="A built-in config; default: small.")
+    ] = None,
+    tp: Annotated[int, typer.Option(help="Ranks that share attention and unembedding.")] = 1,
+    ep: Annotated[int, typer.Option(help="Ranks that share the experts.")] = 1,
+    context: Annotated[int | None, typer.Option(help="Tokens of a sequence; default: as many as fit.")] = None,
+) -> None:
+    """Parameters, bytes, cache and FLOPs of a model, whole or on one rank, from its config alone."""
+    from rich.console import Console
+
+    from .config import InklingConfig
+    from .measure import cost
+
+    if checkpoint and preset:
+        raise InputError("info: both --checkpoint and --preset are given, expected one of them")
+    config = InklingConfig.from_pretrained(checkpoint) if checkpoint else getattr(InklingConfig, preset or "small")()
+    longest = config.text.max_position_embeddings
+    context = longest if context is None else context
+    if not 0 < context <= longest:
+        raise InputError(f"--context is {context}, expected 1 to max_position_embeddings {longest}")
+    rank = "" if tp == ep == 1 else f", one rank of TP {tp}, EP {ep}"
+    counts = {"all": cost.parameters(config), "active per token": cost.active_parameters(config)}
+    whole, active = counts.values()
+    if rank:
+        counts["on the rank"] = cost.parameters(config, tp, ep)
+    weights = {f"as {name}": cost.checkpoint_bytes(config, name, tp, ep) for name in get_args(cost.ExpertFormat)}
+    if checkpoint and any(checkpoint.glob("*.safetensors")):
+        weights["on disk"] = _on_disk(checkpoint)
+    cache, shorter = cost.cache_bytes(config, context, tp), cost.cache_bytes(config, context - 1, tp)
+    work = {
+        f"decode token {context:,}": cost.flops(config, context, 1, tp, ep),
+        f"prefill {context:,} tokens": cost.flops(config, context, context, tp, ep),
+    }
+    Console(width=80).print(
+        f"{_count(whole.total())} parameters, {_count(cost.in_layers(active))} active in a token's layers",
+        _table("Parameters", counts, "{:,}".format),
+        _table(f"Bytes of the weights, by format of the experts{rank}", weights, _bytes),
+        _table(
+            f"Cache of one sequence{rank}",
+            {f"{context:,} tokens": cache, "each further token": cache - shorter},
+            _bytes,
+        ),
+        _table(f"Work of the text stack{rank}", work, lambda count: _si(count, "FLOP")),
+    )
+
+
+def _on_disk(checkpoint: Path) -> Counter:
+    """Bytes of a folder's tensors by storage format, as `cost.checkpoint_bytes` names them."""
+    import torch
+
+    from .tensor_files import CheckpointReader
+
+    weights = {torch.uint8: "NVFP4 codes", torch.float8_e4m3fn: "MXFP8 values"}
+    scales = {torch.uint8: "MXFP8 scales", torch.float8_e4m3fn: "NVFP4 scales", torch.float32: "NVFP4 scales"}
+    sizes: Counter = Counter()
+    with CheckpointReader(checkpoint) as reader:
+        for name in reader.names:
+            stored = reader.layout(name)
+            kinds = scales if ".experts." in name and not name.endswith("_weight") else weights
+            sizes[kinds.get(stored.dtype, str(stored.dtype).removeprefix("torch."))] += stored.nbytes
+    return sizes
+
+
+def _table(title: str, columns: dict[str, Counter], show: Callable[[int], str]) -> Any:
+    """A table with one row for each key, in order, and their total."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table("", title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, min_width=80)
+    for heading in columns:
+        table.add_column(heading, justify="right", no_wrap=True)
+    parts = list(dict.fromkeys(part for column in columns.values() for part in column))
+    for part in parts:
+        cells = [show(column[part]) if part in column else "" for column in columns.values()]
+        table.add_row(part, *cells, end_section=part == parts[-1])
+    table.add_row("total", *(show(column.total()) for column in columns.values()))
+    return table
+
+
+def _si(number: float | int, unit: str, giga: str = "G") -> str:
+    prefixes = iter(("", "k", "M", giga, "T", "P", "E"))
+    prefix = next(prefixes)
+    while number >= 999.95:
+        number, prefix = number / 1000, next(prefixes)
+    return f"{number:.4g} {prefix}{unit}"
+
+
+def _count(number: int) -> str:
+    return _si(number, "", giga="B").strip()
+
+
+def _bytes(number: int) -> str:
+    return _si(number, "B")

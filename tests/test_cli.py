@@ -1,0 +1,341 @@
+"""The command line: what goes where, and how it ends when something is wrong."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import random_model
+from PIL import Image
+from tiny_tokenizer import raw_tokenizer
+
+from inkling_ref import chat, checkpoint, cli, generation
+from inkling_ref.config import InklingConfig
+from inkling_ref.errors import InputError
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A checkpoint of a tiny random model that knows the markers."""
+    path, tokenizer, tiny = tmp_path_factory.mktemp("tiny"), raw_tokenizer(), InklingConfig.tiny()
+    used = tokenizer.get_vocab_size()
+    config = replace(
+        tiny,
+        text=replace(tiny.text, vocab_size=used + 5, unpadded_vocab_size=used),
+        image_token_id=tokenizer.token_to_id(chat.IMAGE_PLACEHOLDER),
+    )
+    checkpoint.save(random_model(config), path)
+    tokenizer.save(str(path / "tokenizer.json"))
+    return path
+
+
+@pytest.fixture
+def picture(tmp_path) -> Path:
+    path = tmp_path / "picture.png"
+    Image.new("RGB", (11, 7), "red").save(path)
+    return path
+
+
+@pytest.fixture
+def reply(monkeypatch, folder):
+    """Makes the model say the given ids, whatever it is asked; records what generation was given."""
+    tokenizer = chat.Tokenizer.from_pretrained(folder)
+
+    def say(*parts: str, reason: str = "eos") -> dict:
+        ids = []
+        for part in parts:
+            ids += [tokenizer.markers[part]] if part in tokenizer.markers else tokenizer.encode(part)
+        seen = {}
+
+        def stream(model, input_ids, **options):
+            seen.update(options, input_ids=input_ids)
+            stats = generation.Stats(prompt_tokens=9, new_tokens=len(ids), prefill_seconds=0.5, decode_seconds=0.25)
+            result = generation.Generation([ids], [reason], stats)
+            return generation.Stream(iter([[token] for token in ids]), result)
+
+        monkeypatch.setattr(generation, "stream", stream)
+        return seen
+
+    return say
+
+
+def run(capsys, *arguments: object) -> tuple[int, str, str]:
+    status = cli.main([str(argument) for argument in arguments])
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+# ---- ask
+
+THOUGHT = (chat.CONTENT_THINKING, "hello world", chat.END_MESSAGE, chat.MESSAGE_MODEL)
+ANSWER = (chat.CONTENT_TEXT, "the red circle 😀", chat.END_MESSAGE, chat.END_SAMPLING)
+
+
+def test_only_the_answer_goes_to_stdout(capsys, folder, reply):
+    reply(*THOUGHT, *ANSWER)
+    status, out, err = run(capsys, "ask", "what?", "--checkpoint", folder)
+    assert status == 0
+    assert out == "the red circle 😀\n"
+    thought, report = err.splitlines()
+    assert thought == "hello world"
+    assert re.fullmatch(
+        rf"{folder.name}, \S+ k parameters \| loaded in \d+\.\d\d s \| 9 tokens read in 0\.50 s \| "
+        r"\d+ written, \d+ tokens/s",
+        report,
+    )
+
+
+def test_a_cut_reply_says_so(capsys, folder, reply):
+    reply(chat.CONTENT_TEXT, "the red", reason="length")
+    status, out, err = run(capsys, "ask", "what?", "--checkpoint", folder)
+    assert (status, out) == (0, "the red\n")
+    assert err.rstrip().endswith("| cut: length")
+
+
+def test_every_option_arrives(capsys, folder, picture, reply):
+    seen = reply(*ANSWER)
+    sampling = ["--temperature", 0.5, "--top-p", 0.9, "--top-k", 7, "--seed", 3, "--max-new-tokens", 5]
+    images = ["--image", picture, "--image", picture]
+    arguments = ["ask", "hello", "--checkpoint", folder, "--system", "world", "--effort", "low", *sampling, *images]
+    assert run(capsys, *arguments)[0] == 0
+    assert (seen["temperature"], seen["top_p"], seen["top_k"], seen["seed"]) == (0.5, 0.9, 7, 3)
+    assert seen["max_new_tokens"] == 5
+    tokenizer = chat.Tokenizer.from_pretrained(folder)
+    messages = [
+        {"role": "system", "content": "world"},
+        {"role": "user", "content": [*[{"type": "image", "image": str(picture)}] * 2, "hello"]},
+    ]
+    expected = chat.render(messages, tokenizer, effort="low", config=InklingConfig.from_pretrained(folder))
+    assert seen["input_ids"] == [expected.input_ids]
+    assert seen["pixel_values"].equal(expected.pixel_values)
+    assert seen["image_grid_thw"].tolist() == [[1, 1, 2], [1, 1, 2]]
+    assert tokenizer.markers[chat.END_SAMPLING] in seen["eos_token_id"]
+
+
+def test_a_real_model_is_repeatable(capsys, folder, picture):
+    arguments = ["ask", "hello", "--image", picture, "--checkpoint", folder, "--max-new-tokens", 9]
+    first = run(capsys, *arguments, "--temperature", 1, "--seed", 5)
+    assert first[0] == 0
+    assert run(capsys, *arguments, "--temperature", 1, "--seed", 5)[1] == first[1]
+
+
+WRONG = {
+    "picture missing": (["--image", "nowhere.png"], "nowhere.png"),
+    "not a picture": (["--image", __file__], "not an image"),
+    "no checkpoint": (["--checkpoint", "nowhere"], "config.json: not found"),
+    "drafter": (["--draft"], "speculative decoding is not part of this version"),
+    "temperature": (["--temperature", "-1"], "temperature is -1.0"),
+    "top p": (["--top-p", "1.5"], "top_p is 1.5"),
+    "top k": (["--top-k", "0"], "top_k is 0"),
+    "length": (["--max-new-tokens", "-1"], "max_new_tokens is -1"),
+    "effort": (["--effort", "1.5"], "effort is 1.5"),
+    "effort name": (["--effort", "lots"], "effort is 'lots'"),
+    "device": (["--device", "tpu"], "'tpu'"),
+    "backend": (["--backend", "jax"], "'jax'"),
+    "triton": (["--backend", "triton"], "backend 'triton'"),
+    "option": (["--colour", "red"], "--colour"),
+    "number": (["--seed", "x"], "'--seed'"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), WRONG.values(), ids=WRONG)
+def test_a_wrong_argument_of_ask_is_one_line(capsys, folder, arguments, message):
+    status, out, err = run(capsys, "ask", "hello", "--checkpoint", folder, *arguments)
+    assert (status, out) == (2, "")
+    assert message in err
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("question", ["", "  "], ids=repr)
+def test_an_empty_question(capsys, folder, question):
+    assert run(capsys, "ask", question, "--checkpoint", folder) == (2, "", "error: question: empty, expected text\n")
+
+
+def test_a_checkpoint_without_tokenizer(capsys, folder, tmp_path):
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    status, out, err = run(capsys, "ask", "hello", "--checkpoint", tmp_path)
+    assert (status, out) == (2, "")
+    assert "tokenizer.json: not found" in err
+
+
+def test_a_model_without_eyes(capsys, folder, picture, tmp_path):
+    config = replace(InklingConfig.from_pretrained(folder), vision=None)
+    checkpoint.save(random_model(config), tmp_path / "blind")
+    (tmp_path / "blind" / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    status, out, err = run(capsys, "ask", "hello", "--image", picture, "--checkpoint", tmp_path / "blind")
+    assert (status, out) == (2, "")
+    assert "no image encoder" in err
+
+
+def test_cuda_without_a_gpu(capsys, folder, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    status, out, err = run(capsys, "ask", "hello", "--checkpoint", folder, "--device", "cuda")
+    assert (status, out, err) == (2, "", "error: --device cuda: torch sees no GPU here, expected cpu\n")
+
+
+# ---- endings
+
+
+def raises(error: BaseException):
+    def stream(*_, **__):
+        raise error
+
+    return stream
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "line"),
+    [
+        (InputError("logits: not finite"), 2, "error: logits: not finite"),
+        (
+            PermissionError(13, "Permission denied", "model.safetensors"),
+            2,
+            "error: model.safetensors: Permission denied",
+        ),
+        (OSError("disk full"), 2, "error: system: disk full"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ],
+    ids=["input", "file", "system", "interrupt"],
+)
+def test_an_error_is_one_line_and_a_status(capsys, folder, monkeypatch, error, status, line):
+    monkeypatch.setattr(generation, "stream", raises(error))
+    assert run(capsys, "ask", "hello", "--checkpoint", folder) == (status, "", line + "\n")
+
+
+def test_our_own_faults_keep_their_traceback(folder, monkeypatch):
+    monkeypatch.setattr(generation, "stream", raises(ZeroDivisionError()))
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["ask", "hello", "--checkpoint", str(folder)])
+
+
+def test_a_warning_is_one_line(capsys, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("warnings.showwarning", None)  # main sets it; this puts it back
+    config = (folder / "config.json").read_text().replace('"hidden_size"', '"zebra": 1, "hidden_size"', 1)
+    (tmp_path / "config.json").write_text(config)
+    status, _, err = run(capsys, "info", "--checkpoint", tmp_path)
+    assert status == 0
+    assert err.startswith("warning: ")
+    assert "zebra" in err
+    assert err.count("\n") == 1
+
+
+def start(*arguments: object, before: str = "", **environment: str) -> subprocess.Popen:
+    """The command line in a process of its own, after the lines of code `before`."""
+    code = f"import sys\n{before}\nfrom inkling_ref.cli import main\nsys.exit(main(sys.argv[1:]))"
+    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1]), **environment}
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment,
+    )
+
+
+ENDLESS = """
+import itertools, time
+from inkling_ref import chat, generation
+def stream(model, input_ids, **options):
+    tokenizer = chat.Tokenizer.from_pretrained({folder!r})
+    ids = itertools.chain([tokenizer.markers[chat.CONTENT_TEXT]], itertools.cycle(tokenizer.encode("hello")))
+    return generation.Stream(([token] for token in ids if time.sleep(0.01) is None), None)
+generation.stream = stream
+"""
+
+
+def test_ctrl_c_in_a_real_process(folder):
+    process = start("ask", "hello", "--checkpoint", folder, before=ENDLESS.format(folder=str(folder)))
+    assert process.stdout.read(1) == b"h"  # it is writing: interrupt it there
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err.decode().splitlines()[-1] == "interrupted"
+    assert b"Traceback" not in err
+
+
+def test_without_terminal_type_or_unicode(folder):
+    process = start("info", "--preset", "nano", TERM="", LANG="C", LC_ALL="C", PYTHONUTF8="0", PYTHONIOENCODING="ascii")
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert b"parameters" in out
+
+
+# ---- info
+
+
+def test_info_of_small(capsys):
+    status, out, err = run(capsys, "info", "--preset", "small")
+    assert (status, err) == (0, "")
+    assert out.startswith("594.1 B parameters, 17.03 B active")
+    assert max(map(len, out.splitlines())) <= 80
+    assert "experts                           587,068,342,272             12,230,590,464" in out
+    assert re.search(r"total +1\.188 TB +619\.6 GB +390\.2 GB", out)
+    assert re.search(r"full layers +34\.36 GB +32\.77 kB", out)
+    assert re.search(r"total +34\.53 GB +32\.77 kB", out)
+    assert run(capsys, "info") == (0, out, "")
+
+
+def test_info_of_one_rank(capsys):
+    status, out, _ = run(capsys, "info", "--preset", "small", "--tp", 8, "--ep", 8, "--context", 100000)
+    assert status == 0
+    assert max(map(len, out.splitlines())) <= 80
+    assert "one rank of TP 8, EP 8" in out
+    assert re.search(r"experts +587,068,342,272 +12,230,590,464 +73,383,542,784", out)
+    assert re.search(r"total +151 GB +79\.94 GB +51\.27 GB", out)
+    assert "100,000 tokens" in out
+
+
+def test_info_of_a_folder_counts_what_is_stored(capsys, folder, tmp_path):
+    tiny = InklingConfig.tiny()
+    config = replace(tiny, text=replace(tiny.text, moe_intermediate_size=32))
+    checkpoint.save(random_model(config, dtype=torch.bfloat16), tmp_path / "mixed", experts="nvfp4+mxfp8")
+    status, out, err = run(capsys, "info", "--checkpoint", tmp_path / "mixed")
+    assert (status, err) == (0, "")
+    assert max(map(len, out.splitlines())) <= 80
+    for kind in ("bfloat16", "float32", "NVFP4 codes", "NVFP4 scales", "total"):
+        (line,) = (
+            line for line in out[out.index("Bytes") : out.index("Cache")].splitlines() if line.strip().startswith(kind)
+        )
+        *_, predicted, stored = re.findall(r"[\d.]+ k?B", line)
+        assert stored == predicted, kind
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--preset", "huge"], "'huge'"),
+        (["--preset", "small", "--checkpoint", "x"], "both --checkpoint and --preset"),
+        (["--checkpoint", "nowhere"], "config.json: not found"),
+        (["--tp", "3"], "tp is 3, expected a divisor"),
+        (["--ep", "0"], "ep is 0, expected a divisor"),
+        (["--context", "0"], "--context is 0, expected 1 to max_position_embeddings 1048576"),
+        (["--context", "1048577"], "--context is 1048577"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_a_wrong_argument_of_info_is_one_line(capsys, arguments, message):
+    status, out, err = run(capsys, "info", *arguments)
+    assert (status, out) == (2, "")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["ask", "--help"], ["info", "--help"]], ids=" ".join)
+def test_help(capsys, arguments):
+    status, out, err = run(capsys, *arguments)
+    assert status == (0 if arguments else 2)
+    assert "Usage: inkling-ref" in out + err
+    assert "Traceback" not in out + err
+
+
+def test_an_unknown_command_is_one_line(capsys):
+    status, out, err = run(capsys, "answer")
+    assert (status, out) == (2, "")
+    assert "answer" in err
+    assert err.count("\n") == 1
