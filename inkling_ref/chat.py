@@ -577,7 +577,6 @@ class StreamParser:
         if kind == "tool_call":
             self._payload = b""
         else:
-            self._decoder.reset()
             self.blocks.append(self._block)
 
     def _close(self, complete: bool) -> list[Delta]:

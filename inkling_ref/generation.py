@@ -74,14 +74,9 @@ class Stats:
 
     prompt_tokens: int = 0
     new_tokens: int = 0
-    decoded_tokens: int = 0  # those that the decoding steps gave: all but the first of every row
-    prefill_seconds: float = 0.0  # until the first of every row is known
+    decode_steps: int = 0  # calls after the prompt's; each gives one token to every row that has not ended
+    prefill_seconds: float = 0.0  # until the first token of every row is known
     decode_seconds: float = 0.0
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Of decoding; 0 if there was none."""
-        return self.decoded_tokens / self.decode_seconds if self.decode_seconds else 0.0
 
 
 @dataclass
@@ -243,7 +238,7 @@ def _count(stats: Stats, seconds: float, new_tokens: int, is_prefill: bool) -> N
     if is_prefill:
         stats.prefill_seconds = seconds
     else:
-        stats.decoded_tokens += new_tokens
+        stats.decode_steps += 1
         stats.decode_seconds += seconds
 
 
@@ -287,7 +282,6 @@ def _decode(model: Any, tokens: Int[Tensor, " B"], cache: Any, running: list[boo
     mask = None
     if not all(running):
         mask = torch.tensor(running, device=tokens.device)[:, None]
-        tokens = tokens.clamp(min=0)
     return model(tokens[:, None], cache=cache, attention_mask=mask, logits_to_keep=1).logits[:, -1]
 
 

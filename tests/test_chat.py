@@ -303,8 +303,8 @@ def test_empty_arguments(arguments):
 
 def test_canonical_json_sorts_at_every_depth_and_keeps_unicode():
     args = {"z": [{"b": 1, "a": "é" + GRIN}], "a": {"y": None, "x": True}}
-    text = rendered([{"role": "assistant", "content": [{"type": "tool_call", "name": 'q"', "args": args}]}])
-    assert f'{{"name":"q\\"","args":{{"a":{{"x":true,"y":null}},"z":[{{"a":"é{GRIN}","b":1}}]}}}}' in text
+    text = rendered([{"role": "assistant", "content": [{"type": "tool_call", "name": 'é"', "args": args}]}])
+    assert f'{{"name":"é\\"","args":{{"a":{{"x":true,"y":null}},"z":[{{"a":"é{GRIN}","b":1}}]}}}}' in text
 
 
 def picture(columns, rows):
@@ -498,6 +498,21 @@ def test_case_64_a_finished_payload_that_is_no_call_is_text(payload):
     assert outline(parse(ids, T)) == [("text", "before"), ("text", payload), ("text", "after")]
     joined, blocks, _ = stream(ids)
     assert [joined.get(i, "") for i in range(3)] == [b.text for b in blocks]
+
+
+def test_case_64_a_cut_call_leaves_nothing_in_the_next():
+    ids = wire(
+        f"get<|content_invoke_tool_json|>{CALL[:9]}<|message_model|><|content_invoke_tool_json|>{CALL}<|end_message|>"
+    )
+    assert outline(parse(ids, T)) == [("tool_call", {"place": "SF"})]
+
+
+def test_author_names_belong_to_one_block():
+    ids = wire(
+        "<|message_model|>ann<|content_text|>a<|end_message|><|message_model|>bob<|end_message|>"
+        "<|content_text|>b<|end_message|>"
+    )
+    assert [(b.name, b.text) for b in parse(ids, T)] == [("ann", "a"), (None, "b")]
 
 
 def test_case_64_end_marker_inside_a_json_string():

@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import random_ids, random_model
 
-from inkling_ref import InklingConfig, InputError
+from inkling_ref import InputError
 from inkling_ref.generation import generate, probabilities, sample, stream
-from inkling_ref.model import Inkling
 
 V = 11
 
@@ -37,6 +37,7 @@ class FakeModel:
         return [[] for _ in range(batch_size)]
 
     def __call__(self, input_ids, cache, attention_mask=None, image_features=None, logits_to_keep=0):
+        assert torch.is_inference_mode_enabled()
         self.calls.append(input_ids.shape[1])
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         logits = torch.zeros(*input_ids.shape, V)
@@ -90,6 +91,11 @@ def test_top_k_keeps_exactly_k_lower_ids_first(top_k, kept):
     assert p.nonzero().flatten().tolist() == sorted(kept)
     expected = torch.zeros(5).scatter(0, torch.tensor(list(kept)), logits[0, list(kept)].softmax(0))
     torch.testing.assert_close(p, expected)
+
+
+def test_top_k_breaks_ties_by_id_in_a_large_vocabulary():
+    p = probabilities(torch.zeros(2, 5003), 1.0, top_k=700)
+    assert p[1].nonzero().flatten().tolist() == list(range(700))
 
 
 @pytest.mark.parametrize(
@@ -404,6 +410,7 @@ def test_a_stream_computes_only_what_is_read():
     assert model.calls == []
     next(steps)
     assert model.calls == [3]
+    assert not torch.is_inference_mode_enabled()  # between steps the caller's own mode rules
     next(steps)
     assert model.calls == [3, 1]
     assert steps.result.stop_reason == [None]
@@ -417,12 +424,10 @@ def test_stats_count_tokens():
     stats = result.stats
     assert stats.prompt_tokens == 11
     assert stats.new_tokens == sum(map(len, result.tokens))
-    assert stats.decoded_tokens == stats.new_tokens - 3
-    assert stats.prefill_seconds > 0
-    assert stats.tokens_per_second > 0
+    assert stats.decode_steps == max(map(len, result.tokens)) - 1 == len(model.calls) - 1
+    assert min(stats.prefill_seconds, stats.decode_seconds) > 0
     nothing = generate(model, PROMPTS, 0).stats
-    assert (nothing.new_tokens, nothing.tokens_per_second) == (0, 0)
-    assert math.isfinite(generate(model, PROMPTS, 1).stats.tokens_per_second)
+    assert (nothing.new_tokens, nothing.prefill_seconds, nothing.decode_steps) == (0, 0, 0)
 
 
 # The real model, tiny, with random weights large enough for clear decisions
@@ -430,13 +435,7 @@ def test_stats_count_tokens():
 
 @pytest.fixture(scope="module")
 def model():
-    config = InklingConfig.tiny()
-    model = Inkling(config).eval().requires_grad_(False)
-    generator = torch.Generator().manual_seed(0)
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.4)
-    return model
+    return random_model()
 
 
 def by_full_forward(model, prompt, n, **images):
@@ -450,8 +449,7 @@ def by_full_forward(model, prompt, n, **images):
 
 
 def prompts(*lengths, seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(0, 38, (n,), generator=generator).tolist() for n in lengths]
+    return [random_ids(n, seed=seed + n).tolist() for n in lengths]
 
 
 def test_greedy_with_a_cache_equals_full_forwards(model):
@@ -485,11 +483,7 @@ def test_case_13_a_second_call_equals_a_fresh_model(model):
 
 def test_case_13_a_window_longer_than_the_context(model):
     text = dataclasses.replace(model.config.text, sliding_window_size=64, rel_extent=64, max_position_embeddings=20)
-    wide = Inkling(dataclasses.replace(model.config, text=text)).eval().requires_grad_(False)
-    generator = torch.Generator().manual_seed(3)
-    for parameter in wide.parameters():
-        if parameter.dim() > 1:
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.4)
+    wide = random_model(dataclasses.replace(model.config, text=text))
     first, second = prompts(9, 5, seed=3)
     generate(wide, first, 64)
     result = generate(wide, second, 64)
@@ -499,7 +493,7 @@ def test_case_13_a_window_longer_than_the_context(model):
 
 def test_case_42_the_bound_is_the_unpadded_vocabulary(model):
     assert (model.config.text.vocab_size, model.config.text.unpadded_vocab_size) == (48, 40)
-    text_only = Inkling(dataclasses.replace(model.config, vision=None)).eval().requires_grad_(False)
+    text_only = random_model(dataclasses.replace(model.config, vision=None))
     result = generate(text_only, [39, 1], 40, temperature=5.0, seed=0)
     assert max(result.tokens[0]) < 40
     with pytest.raises(InputError, match="column 1 is 44, expected 0 <= id < 40"):
@@ -536,6 +530,17 @@ def test_images_in_a_batch_with_any_chunk(model, chunk):
     assert swapped[0] != result.tokens[0]
 
 
+def test_padding_is_no_image_token(model):
+    # whatever id stands in the padding, here the image token's
+    zero = random_model(dataclasses.replace(model.config, image_token_id=0))
+    ids, pixels, grid = image_prompt(zero, (1, 2), 5)
+    ids = [token or 1 for token in ids[:3]] + [0, 0] + [token or 1 for token in ids[5:]]
+    rows = [[5, 6], ids, [7]]
+    result = generate(zero, rows, 4, pixel_values=pixels, image_grid_thw=grid)
+    assert result.tokens[1] == generate(zero, ids, 4, pixel_values=pixels, image_grid_thw=grid).tokens[0]
+    assert result.tokens[0] == generate(zero, rows[0], 4).tokens[0]
+
+
 @pytest.mark.parametrize("chunk", [None, 2])
 def test_tiles_and_image_tokens_must_match(model, chunk):
     ids, pixels, grid = image_prompt(model, (2, 3), 1)
@@ -546,12 +551,9 @@ def test_tiles_and_image_tokens_must_match(model, chunk):
 
 
 def test_a_sampled_image_token_is_a_token_like_any_other(model):
-    weights = model.state_dict()
-    forced = Inkling(model.config).eval().requires_grad_(False)
-    forced.load_state_dict(weights)
-    image = model.config.image_token_id
-    forced.llm.unembed.weight.copy_(torch.zeros_like(forced.llm.unembed.weight))
+    forced, image = random_model(model.config), model.config.image_token_id
     hidden = forced(torch.tensor([[1, 2]])).hidden[0, -1]
+    forced.llm.unembed.weight.zero_()
     forced.llm.unembed.weight[image] = hidden
     result = generate(forced, [1, 2], 3)
     assert result.tokens[0][0] == image
