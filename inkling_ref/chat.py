@@ -217,7 +217,7 @@ _MESSAGE_KEYS = {f.name for f in dataclasses.fields(Message)}
 
 @dataclass
 class Prompt:
-    """A rendered conversation. The last three fields are ready for the model, and None without images.
+    """A rendered conversation. The last two fields are as the model takes them, and None without images.
 
     input_ids: token ids; images: the opened pictures, in order;
     pixel_values [n_tiles, p, p, 3] float32; image_grid_thw [n_images, 3] int64, in tiles.
@@ -260,21 +260,21 @@ def render(
         if not isinstance(tools, (list, tuple)):
             raise InputError(f"tools is {type(tools).__name__}, expected a list of tool declarations")
         declared = _canonical_json([_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)], "tools")
-        writer.message("system", CONTENT_XML, declared, "tool_declare")
+        writer.message("tools", "system", CONTENT_XML, declared, "tool_declare")
     effort_text = None if effort is None else f"Thinking effort level: {_format_effort(effort)}"
     tool_names: dict[str, str] = {}
     for i, message in enumerate(messages):
         message = _read_message(message, f"messages[{i}]")
         if effort_text and message.role not in ("system", "developer"):
-            writer.message("system", CONTENT_TEXT, effort_text)
+            writer.message("effort", "system", CONTENT_TEXT, effort_text)
             effort_text = None
         parts = _read_parts(message, tool_names, f"messages[{i}]")
         for marker, payload, author, where in parts:
-            writer.message(message.role, marker, payload, author, where)
+            writer.message(where, message.role, marker, payload, author)
         if message.role == "assistant" and parts:
             writer.ids.append(tokenizer.marker_id(END_SAMPLING))
     if effort_text:
-        writer.message("system", CONTENT_TEXT, effort_text)
+        writer.message("effort", "system", CONTENT_TEXT, effort_text)
     if add_generation_prompt:
         writer.ids.append(tokenizer.marker_id(MESSAGE_MODEL))
     return writer.prompt()
@@ -290,28 +290,25 @@ class _Writer:
         self.pixels: list[Tensor] = []
         self.grids: list[Tensor] = []
 
-    def message(self, role: str, marker: str, payload: Any, author: str | None = None, where: str = "") -> None:
-        self.ids.append(self.tokenizer.marker_id(ROLES[role]))
-        if author:
-            self.ids += self.tokenizer.encode(author)
-        self.ids.append(self.tokenizer.marker_id(marker))
-        self.ids += self.image(payload, where) if marker == CONTENT_IMAGE else self.tokenizer.encode(payload)
-        self.ids.append(self.tokenizer.marker_id(END_MESSAGE))
-
-    def image(self, source: Any, where: str) -> list[int]:
-        """One placeholder for every tile of the picture."""
-        if self.config is not None and self.config.vision is None:
-            raise InputError(f"{where}: an image, but this model has no image encoder")
-        placeholder = self.tokenizer.image_token_id if self.config is None else self.config.image_token_id
-        if placeholder is None:
-            raise InputError(
-                f"{where}: the vocabulary lacks {IMAGE_PLACEHOLDER}, expected a config with image_token_id"
-            )
+    def message(self, where: str, role: str, marker: str, payload: Any, author: str | None = None) -> None:
+        """One message on the wire; `where` names it in errors."""
+        encode, marker_id = self.tokenizer.encode, self.tokenizer.marker_id
         try:
-            image = source if isinstance(source, (np.ndarray, Tensor)) else load_image(source)
-            pixels, grid = process_images([image], None if self.config is None else self.config.vision)
+            self.ids += [marker_id(ROLES[role]), *encode(author or ""), marker_id(marker)]
+            self.ids += self.image(payload) if marker == CONTENT_IMAGE else encode(payload)
         except InputError as error:
             raise InputError(f"{where}: {error}") from None
+        self.ids.append(marker_id(END_MESSAGE))
+
+    def image(self, source: Any) -> list[int]:
+        """One placeholder for every tile of the picture."""
+        if self.config is not None and self.config.vision is None:
+            raise InputError("an image, but this model has no image encoder")
+        placeholder = self.tokenizer.image_token_id if self.config is None else self.config.image_token_id
+        if placeholder is None:
+            raise InputError(f"the vocabulary lacks {IMAGE_PLACEHOLDER}, expected a config with image_token_id")
+        image = source if isinstance(source, (np.ndarray, Tensor)) else load_image(source)
+        pixels, grid = process_images([image], None if self.config is None else self.config.vision)
         self.images.append(image)
         self.pixels.append(pixels)
         self.grids.append(grid)
@@ -326,7 +323,7 @@ class _Writer:
 def _read_message(message: Any, where: str) -> Message:
     """A checked `Message` from whatever spelling the caller used; unknown keys and roles are refused by name."""
     if dataclasses.is_dataclass(message) and not isinstance(message, type):
-        message = vars(message)
+        message = {f.name: getattr(message, f.name) for f in dataclasses.fields(message)}
     if not isinstance(message, Mapping):
         raise InputError(f"{where} is {type(message).__name__}, expected a message with role and content")
     unknown = [key for key, value in message.items() if key not in _MESSAGE_KEYS and value is not None]
@@ -604,7 +601,9 @@ def _read_call(block: Block, payload: str) -> None:
         call = json.loads(payload)
         name, args = call["name"], call.get("args", {})
         if isinstance(name, str) and name and isinstance(args, dict):
-            _canonical_json(args, name)  # what could not be written again (NaN, half a surrogate pair) is no argument
+            _canonical_json(
+                [name, args], "call"
+            )  # what could not be written again (NaN, half a surrogate pair) is no call
             block.name, block.args = name, args
             return
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):

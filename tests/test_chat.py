@@ -405,6 +405,7 @@ USER, MODEL = {"role": "user"}, {"role": "assistant"}
         ([MODEL | {"tool_calls": [{"name": "f", "args": {"x": {1, 2}}}]}], "no JSON form"),
         ([MODEL | {"tool_calls": [{"name": "f", "args": {"x": "\ud800"}}]}], "no JSON form"),
         ([USER | {"content": "x", "name": 3}], "name is int"),
+        ([USER | {"content": ["x", "\ud83d"]}], r"messages\[0\]\.content\[1\].*surrogate"),
         ([{"role": "tool", "content": "x"}], r"messages\[0\].*without name"),
         ([{"role": "tool", "tool_call_id": "c9", "content": "x"}], "without name"),
         ([USER | {"content": "x"}, {"role": "nobody"}], r"messages\[1\]"),
@@ -489,7 +490,8 @@ def test_case_64_a_call_cut_anywhere_is_no_call(closing):
         "", "{", "[]", "3", "null", '"get"', "not json", '{"name":"get"', '{"name":"get","args":[1]}',
         '{"name":"get","args":"x"}', '{"name":"get","args":null}', '{"name":3,"args":{}}', '{"name":"","args":{}}',
         '{"args":{}}', '{"name":"get","args":{}} and more', '{"name":"get","args":{"x":NaN}}',
-        '{"name":"get","args":{"x":"\\ud800"}}', '{"name":"get","args":{"x":' + "[" * 3000 + "]" * 3000 + "}}",
+        '{"name":"\\ud800","args":{}}', '{"name":"get","args":{"x":"\\ud800"}}',
+        '{"name":"get","args":{"x":' + "[" * 20000 + "]" * 20000 + "}}",
         '{"name":"get","args":{"x":' + "9" * 5000 + "}}",
     ],
 )  # fmt: skip
