@@ -1,26 +1,26 @@
-"""Attention: relative bias from projected profiles, a per-token sink, a sigmoid gate; sliding and full layers.
+r"""Attention: relative bias from projected profiles, a per-token sink, a sigmoid gate; sliding and full layers.
 
 Per token t and query head h (key/value head g(h) = floor(h G / H)), from the layer's inputs x_q, x_k, x_v:
 
-$$ q = \\mathrm{clip}_{c}(s_q \\odot W_q x_q), \\qquad r = \\mathrm{clip}_{c_r}(s_r \\odot W_r x_q) $$
+$$ q = \mathrm{clip}_{c}(s_q \odot W_q x_q), \qquad r = \mathrm{clip}_{c_r}(s_r \odot W_r x_q) $$
 
-$$ k = \\mathrm{clip}_{c}(\\mathrm{Conv}_k(W_k x_k)), \\qquad v = \\mathrm{RMS}(\\mathrm{Conv}_v(W_v x_v)) $$
+$$ k = \mathrm{clip}_{c}(\mathrm{Conv}_k(W_k x_k)), \qquad v = \mathrm{RMS}(\mathrm{Conv}_v(W_v x_v)) $$
 
-$$ \\mathrm{clip}_c(u) = u \\cdot \\min(1, \\; c / (\\lVert u \\rVert + 10^{-6})) $$
+$$ \mathrm{clip}_c(u) = u \cdot \min(1, \; c / (\lVert u \rVert + 10^{-6})) $$
 
 Full layers scale q and r, after their clips, with the absolute position:
 
-$$ \\tau(t) = 1 + \\alpha \\log \\max((t + 1) / \\mathrm{floor}, 1) $$
+$$ \tau(t) = 1 + \alpha \log \max((t + 1) / \mathrm{floor}, 1) $$
 
 The relative bias is a mixture of learned profiles over the distance t - s; r holds the mixture's weights:
 
-$$ b_{t,s} = (r_t P)[t - s] \\;\\; \\text{for} \\;\\; 0 \\le t - s < X, \\quad \\text{else} \\;\\; 0 $$
+$$ b_{t,s} = (r_t P)[t - s] \;\; \text{for} \;\; 0 \le t - s < X, \quad \text{else} \;\; 0 $$
 
 The sink is one more logit without a value; it only takes mass away:
 
-$$ p = \\mathrm{softmax}([q_t \\cdot k_s / \\sqrt{d} + b_{t,s}, \\;\\; z_t]) \\; \\text{without its last entry}, \\qquad z = W_z x_q $$
+$$ p = \mathrm{softmax}([q_t \cdot k_s / \sqrt{d} + b_{t,s}, \; z_t]) \text{ without its last entry}, \;\; z = W_z x_q $$
 
-$$ y = W_o \\big( \\textstyle\\sum_s p_s v_s \\odot \\sigma(W_\\gamma x_q) \\big) $$
+$$ y = W_o \big( \textstyle\sum_s p_s v_s \odot \sigma(W_\gamma x_q) \big) $$
 
 A query sees keys at distances 0..W-1 (sliding) or 0..t (full). In sliding layers X = W: every visible key has a bias.
 
@@ -33,12 +33,12 @@ import math
 from typing import TYPE_CHECKING
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .config import TextConfig
-from .residual import rms, wide
+from .residual import rms, same, wide
 from .short_conv import DynamicShortConv, ShortConv
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def l2_clip(u: Float[Tensor, "*shape d"], threshold: float) -> Float[Tensor, "*s
     """Scale vectors longer than `threshold` down to it; `wide` inside, rounded once."""
     w = wide(u)
     norm = torch.linalg.vector_norm(w, dim=-1, keepdim=True)
-    return (w * (threshold / (norm + 1e-6)).clamp(max=1.0)).to(u.dtype)
+    return (w * ((norm + 1e-6).reciprocal() * threshold).clamp(max=1.0)).to(u.dtype)
 
 
 def scaled_l2_clip(
@@ -71,14 +71,10 @@ def log_scale(
     return (w * tau[..., None, None]).to(u.dtype)
 
 
-def distances(
-    offset: int | Int[Tensor, " B"], queries: range, keys: range, device: torch.device
-) -> Int[Tensor, "b t s"]:
-    """Distance from each query to each key slot; query t stands in key slot offset + t."""
-    t = torch.arange(queries.start, queries.stop, device=device)[:, None] - torch.arange(
-        keys.start, keys.stop, device=device
-    )
-    return t[None] + (offset if isinstance(offset, int) else offset[:, None, None])
+def distances(offset: int | Int[Tensor, "B 1 1"], queries: range, keys: range, device: torch.device) -> Tensor:
+    """Distance from each query to each key slot, [1 or B, t, s]; query t stands in key slot offset + t."""
+    t = torch.arange(queries.start, queries.stop, device=device)[:, None]
+    return (t - torch.arange(keys.start, keys.stop, device=device))[None] + offset
 
 
 def relative_bias(
@@ -125,35 +121,36 @@ def attend(
     """
     B, T, H, d = q.shape
     G, S = k.shape[1], k.shape[2]
-    scale = 1 / math.sqrt(d)
     first_keys = first_keys or [0] * B
-    uniform = len(set(offsets)) == 1 and len(set(first_keys)) == 1
-    offset = offsets[0] if uniform else torch.tensor(offsets, device=q.device)
+    uniform = same(offsets) and same(first_keys)
+    if uniform:
+        offset, first_key = offsets[0], first_keys[0]
+    else:
+        offset, first_key = (torch.tensor(n, device=q.device)[:, None, None] for n in (offsets, first_keys))
     q, r, sink = q.transpose(1, 2), r.transpose(1, 2), sink.transpose(1, 2)
     block = _QUERY_BLOCK if window is None else min(_QUERY_BLOCK, max(window, 32))
 
     outputs = []
     for start in range(0, T, block):
         queries = range(start, min(start + block, T))
-        low = min(first_keys) if window is None else max(min(first_keys), min(offsets) + queries.start - window + 1)
-        keys = range(max(0, min(low, S)), min(S, max(offsets) + queries.stop))
+        oldest = 0 if window is None else min(offsets) + start - window + 1
+        keys = range(max(oldest, min(first_keys)), min(S, max(offsets) + queries.stop))
         t, s = slice(queries.start, queries.stop), slice(keys.start, keys.stop)
-
-        distance = distances(offset, queries, keys, q.device)  # [1 or B, t, s]
-        visible: Bool[Tensor, "b t s"] = distance >= 0
-        if window is not None:
-            visible = visible & (distance < window)
-        if not uniform:
-            slot = torch.arange(keys.start, keys.stop, device=q.device)
-            visible = visible & (slot >= torch.tensor(first_keys, device=q.device)[:, None])[:, None]
-        if document_ids is not None:
-            visible = visible & (document_ids[:, t, None] == document_ids[:, None, s])
 
         # The H / G query heads of a key/value head become rows of one product, so that keys are never repeated.
         grouped = q[:, :, t].reshape(B, G, -1, d)
-        scores = (grouped @ k[:, :, s].transpose(-1, -2)).view(B, H, len(queries), len(keys)) * scale
+        scores = (grouped @ k[:, :, s].transpose(-1, -2)).view(B, H, len(queries), len(keys)) / math.sqrt(d)
+        distance = distances(offset, queries, keys, q.device)
         scores = scores + relative_bias(r[:, :, t], profiles, distance)
-        scores = scores.masked_fill(~visible[:, None], -math.inf)
+        if len(queries) > 1 or not uniform:  # one query of one length sees exactly the keys of its range
+            hidden = distance < 0
+            if window is not None:
+                hidden = hidden | (distance >= window)
+            if not uniform:
+                hidden = hidden | (torch.arange(keys.start, keys.stop, device=q.device) < first_key)
+            if document_ids is not None:
+                hidden = hidden | (document_ids[:, t, None] != document_ids[:, None, s])
+            scores = scores.masked_fill(hidden[:, None], -math.inf)
         p = softmax_with_sink(scores, sink[:, :, t])
         outputs.append((p.view(B, G, -1, len(keys)) @ v[:, :, s]).view(B, H, len(queries), d))
     o = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
@@ -212,17 +209,15 @@ class Attention(nn.Module):
         cache: "LayerCache | None",
     ) -> Float[Tensor, "B T D"]:
         a = self.sizes
-        q = scaled_l2_clip(self.wq_du(x_q).unflatten(-1, (a.num_heads, -1)), self.q_l2_clip.scale, self.qk_threshold)
-        r = scaled_l2_clip(self.wr_du(x_q).unflatten(-1, (a.num_heads, -1)), self.rel_l2_clip.scale, self.r_threshold)
+        B, T, _ = x_q.shape
+        q = scaled_l2_clip(self.wq_du(x_q).view(B, T, a.num_heads, -1), self.q_l2_clip.scale, self.qk_threshold)
+        r = scaled_l2_clip(self.wr_du(x_q).view(B, T, a.num_heads, -1), self.rel_l2_clip.scale, self.r_threshold)
         if a.log_scaling is not None:
             q, r = (log_scale(u, step.positions, *a.log_scaling) for u in (q, r))
         k, v = self.project_key_value(x_k, x_v, step, cache)
-        offsets, first_keys = [0] * q.shape[0], None
+        offsets, first_keys = [0] * B, None
         if cache is not None:
-            k, starts = cache.keys.extend(k, step.lengths)
-            v, _ = cache.values.extend(v, step.lengths)
-            offsets = [n - start for n, start in zip(step.lengths, starts, strict=True)]
-            first_keys = [max(0, -start) for start in starts]
+            k, v, offsets, first_keys = cache.extend_key_value(k, v, step.lengths)
         o = self.ops.attend(
             q, k, v, r, self.rel_logits_proj.proj, self.attn_sink_proj(x_q), self.gate_attn(x_q),
             offsets, a.window, first_keys, step.document_ids,
@@ -239,5 +234,5 @@ class Attention(nn.Module):
             k, v = self.k_sconv(k, x_k, step, k_state), self.v_sconv(v, x_v, step, v_state)
         else:
             k, v = self.k_sconv(k, step, k_state), self.v_sconv(v, step, v_state)
-        k, v = (u.unflatten(-1, (self.sizes.num_key_value_heads, -1)).transpose(1, 2) for u in (k, v))
+        k, v = (u.view(*u.shape[:2], self.sizes.num_key_value_heads, -1).transpose(1, 2) for u in (k, v))
         return l2_clip(k, self.qk_threshold), rms(v, self.eps).to(v.dtype)

@@ -1,18 +1,19 @@
 """What decoding keeps between calls: keys and values, and the last inputs of four convolutions in every layer.
 
-Two containers hold one tensor a position, [B, G, positions, width]:
+Two containers hold one entry a position, along the second-last axis:
 
 - `Log` keeps every position (keys and values of full layers). Position p stands in slot p.
 - `Tail` keeps the last `keep` positions before the newest call, and that call's own (sliding layers: keep = W - 1;
   convolutions: keep = K - 1). Positions before 0 read as zeros, as a convolution needs them.
 
-Rows of a batch may have different lengths: every length, slot and crop is per row. Nothing else of the model is state:
-the depth state (`blocks`, `partial`) belongs to a token and dies with its forward pass.
+Rows of a batch may have different lengths: every length, slot and crop is per row. A forward pass only proposes;
+`commit`, after the last layer, makes its entries part of the state, so that a pass that fails leaves the cache as it
+was. Nothing else of the model is state: the depth state belongs to a token and ends with its forward pass.
 """
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from .config import TextConfig
 from .errors import InputError
+from .residual import same
 
 
 @dataclass
@@ -40,26 +42,26 @@ class Step:
     @classmethod
     def make(cls, lengths: list[int], T: int, device: torch.device, document_ids: Tensor | None = None) -> "Step":
         if document_ids is not None:
-            index = torch.arange(T, device=device).expand_as(document_ids)
             starts = torch.ones_like(document_ids, dtype=torch.bool)
             starts[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
+            index = torch.arange(T, device=device).expand_as(document_ids)
             position = index - torch.where(starts, index, 0).cummax(dim=1).values
             # Number the runs, so that an id that returns later is another document.
             return cls(lengths, position, starts.cumsum(dim=1), position)
-        if _uniform(lengths):
+        if same(lengths):
             return cls(lengths, torch.arange(lengths[0], lengths[0] + T, device=device)[None])
         first = torch.tensor(lengths, device=device)[:, None]
         return cls(lengths, first + torch.arange(T, device=device))
 
 
 class Log:
-    """Every position's entry; capacity doubles as it fills. Cropping only moves the length: see `Cache.crop`."""
+    """Every position's entry, [B, G, capacity, width]; capacity doubles as it fills."""
 
-    def __init__(self, batch: int, groups: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.data = torch.zeros(batch, groups, 0, width, dtype=dtype, device=device)
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        self.data = torch.zeros(*shape[:-1], 0, shape[-1], dtype=dtype, device=device)
 
-    def extend(self, x: Float[Tensor, "B G T width"], lengths: list[int]) -> tuple[Tensor, list[int]]:
-        """Write `x` after each row's length. Returns (all entries up to the longest row, position of slot 0 per row)."""
+    def extend(self, x: Float[Tensor, "B G T width"], lengths: list[int]) -> Float[Tensor, "B G S width"]:
+        """Write `x` after each row's length; returns all entries up to the longest row's end."""
         T, end = x.shape[2], max(lengths) + x.shape[2]
         if end > self.data.shape[2]:
             with torch.inference_mode(False):  # a buffer made in inference mode could not be written outside it
@@ -67,64 +69,70 @@ class Log:
                 grown = self.data.new_zeros(*self.data.shape[:2], capacity, self.data.shape[3])
             grown[:, :, : self.data.shape[2]] = self.data
             self.data = grown
-        if _uniform(lengths):
+        if same(lengths):
             self.data[:, :, end - T : end] = x
         else:
             for row, length in enumerate(lengths):
                 self.data[row, :, length : length + T] = x[row]
-        return self.data[:, :, :end], [0] * len(lengths)
+        return self.data[:, :, :end]
 
-    def oldest_crop(self) -> list[int]:
-        return [0] * self.data.shape[0]
+    def commit(self) -> None:
+        """Nothing to do: what stands beyond a row's length does not count."""
 
-    def fork(self) -> "Log":
+    def fork(self, layouts: dict[int, "Layout"]) -> "Log":
         other = copy.copy(self)
         other.data = self.data.clone()
         return other
 
 
+class Layout:
+    """Which positions stand in the slots of a `Tail`: one layout serves all tails with the same `keep`."""
+
+    def __init__(self, batch: int, history: int, rollback: int) -> None:
+        self.history, self.keep = history, history + rollback
+        self.starts = [-self.keep] * batch  # position of slot 0, per row
+
+    def begin(self, lengths: list[int]) -> None:
+        """Choose the kept entries, which end at each row's length, for the call that starts now."""
+        # After a crop into the rollback reserve fewer than `keep` older entries are left; the history is among them.
+        self.kept = min(self.keep, min(n - start for n, start in zip(lengths, self.starts, strict=True)))
+        self.first = [n - self.kept - start for n, start in zip(lengths, self.starts, strict=True)]
+        self.next_starts = [n - self.kept for n in lengths]
+        self.empty = [max(0, -start) for start in self.next_starts]  # slots before position 0
+
+    def commit(self) -> None:
+        self.starts = self.next_starts
+
+
 class Tail:
     """The last `keep` entries before the newest call, and that call's. Tensors are replaced, never written into."""
 
-    def __init__(
-        self, batch: int, groups: int, width: int, keep: int, rollback: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self.keep, self.rollback = keep + rollback, rollback
-        self.data = torch.zeros(batch, groups, self.keep, width, dtype=dtype, device=device)
-        self.starts = [-self.keep] * batch  # position of slot 0, per row
+    def __init__(self, shape: tuple[int, ...], layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
+        self.layout = layout
+        self.data = self.proposed = torch.zeros(*shape[:-1], layout.keep, shape[-1], dtype=dtype, device=device)
 
-    def extend(self, x: Float[Tensor, "B G T width"], lengths: list[int]) -> tuple[Tensor, list[int]]:
-        """Append `x` after each row's length. Returns (kept and new entries, position of slot 0 per row)."""
-        # After a crop into the rollback reserve fewer than `keep` older entries remain; the window's are among them.
-        keep = min(self.keep, min(n - start for n, start in zip(lengths, self.starts, strict=True)))
-        first = [n - keep - start for n, start in zip(lengths, self.starts, strict=True)]
-        if _uniform(first):
-            kept = self.data[:, :, first[0] : first[0] + keep]
+    def extend(self, x: Float[Tensor, "B *G T width"]) -> Float[Tensor, "B *G slots width"]:
+        """The kept entries, then `x`."""
+        kept, first = self.layout.kept, self.layout.first
+        if same(first):
+            old = self.data.narrow(-2, first[0], kept)
         else:
-            kept = torch.stack([row[:, f : f + keep] for row, f in zip(self.data, first, strict=True)])
-        self.data = torch.cat([kept, x], dim=2)
-        self.starts = [n - keep for n in lengths]
-        return self.data, self.starts
+            old = torch.stack([row.narrow(-2, f, kept) for row, f in zip(self.data, first, strict=True)])
+        self.proposed = torch.cat([old, x], dim=-2)
+        return self.proposed
 
-    def history(self, x: Float[Tensor, "B T C"], lengths: list[int], n: int) -> Float[Tensor, "B n C"]:
-        """Append the convolution inputs `x`; returns the `n` inputs before them."""
-        data, _ = self.extend(x[:, None], lengths)
-        end = data.shape[2] - x.shape[1]
-        return data[:, 0, end - n : end]
+    def commit(self) -> None:
+        self.data = self.proposed
 
-    def oldest_crop(self) -> list[int]:
-        """The smallest length that each row can be cropped to without missing an entry it needs."""
-        return [start + self.keep - self.rollback for start in self.starts]
-
-    def fork(self) -> "Tail":
+    def fork(self, layouts: dict[int, Layout]) -> "Tail":
         other = copy.copy(self)
-        other.starts = list(self.starts)
+        other.layout = layouts[id(self.layout)]
         return other
 
 
 @dataclass
 class LayerCache:
-    """One layer's state: keys after convolution and clip, values after convolution and RMS, inputs of each convolution."""
+    """One layer's state: keys after their clip, values after their RMS, the inputs of four convolutions."""
 
     keys: Log | Tail
     values: Log | Tail
@@ -133,53 +141,62 @@ class LayerCache:
     attention_conv: Tail
     mlp_conv: Tail
 
-    def states(self) -> dict[str, Log | Tail]:
-        return dict(vars(self))
+    def extend_key_value(
+        self, k: Float[Tensor, "B G T d"], v: Float[Tensor, "B G T d"], lengths: list[int]
+    ) -> tuple[Tensor, Tensor, list[int], list[int] | None]:
+        """All keys and values that this call may see; for each row the slot of its query 0, and its first used slot."""
+        if isinstance(self.keys, Log):
+            return self.keys.extend(k, lengths), self.values.extend(v, lengths), lengths, None
+        layout = self.keys.layout
+        return self.keys.extend(k), self.values.extend(v), [layout.kept] * len(lengths), layout.empty
 
 
-@dataclass
 class Cache:
     """State of a batch of sequences. Make it with `model.new_cache`; the model extends it.
 
-    `rollback`: how many tokens before the newest call `crop` can still take back (anywhere within that call is
-    always possible). Sliding layers store at most W - 1 + rollback + T positions for calls of T tokens.
+    `rollback`: how many tokens before the newest call `crop` can still take back; anywhere within that call is always
+    possible. Sliding layers store at most W - 1 + rollback + T positions for calls of T tokens.
     """
 
-    layers: list[LayerCache]
-    lengths: list[int]
-    rollback: int
-    dtype: torch.dtype = field(repr=False)
-
-    @classmethod
-    def new(
-        cls, config: TextConfig, batch_size: int, dtype: torch.dtype, device: torch.device, rollback: int = 32
-    ) -> "Cache":
+    def __init__(
+        self, config: TextConfig, batch_size: int, dtype: torch.dtype, device: torch.device, rollback: int = 32
+    ) -> None:
         if batch_size < 1 or rollback < 0:
             raise InputError(f"new_cache: batch_size {batch_size}, rollback {rollback}; expected >= 1 and >= 0")
-        past = config.conv_kernel_size - 1
-
-        def tail(groups: int, width: int, keep: int) -> Tail:
-            return Tail(batch_size, groups, width, keep, rollback, dtype, device)
-
-        layers = []
+        self.rollback = rollback
+        self.lengths = [0] * batch_size
+        conv = Layout(batch_size, config.conv_kernel_size - 1, rollback)
+        window = Layout(batch_size, config.sliding_window_size - 1, rollback)
+        self.layouts = [conv, window]
+        self.layers: list[LayerCache] = []
         for i in range(config.num_hidden_layers):
-            a = config.attention(i)
-            G, d, D = a.num_key_value_heads, a.head_dim, config.hidden_size
+            a, D = config.attention(i), config.hidden_size
+            G, d = a.num_key_value_heads, a.head_dim
+            shape = (batch_size, G, d)
             if a.window is None:
-                keys, values = (Log(batch_size, G, d, dtype, device) for _ in range(2))
+                keys, values = (Log(shape, dtype, device) for _ in range(2))
             else:
-                keys, values = (tail(G, d, a.window - 1) for _ in range(2))
-            convs = [tail(1, channels, past) for channels in (G * d, G * d, D, D)]
-            layers.append(LayerCache(keys, values, *convs))
-        return cls(layers, [0] * batch_size, rollback, dtype)
+                keys, values = (Tail(shape, window, dtype, device) for _ in range(2))
+            convs = [Tail((batch_size, channels), conv, dtype, device) for channels in (G * d, G * d, D, D)]
+            self.layers.append(LayerCache(keys, values, *convs))
 
     @property
     def length(self) -> int:
         """Committed positions of the longest row."""
         return max(self.lengths)
 
-    def advance(self, counts: list[int]) -> None:
-        """Commit `counts` new positions of each row; the model calls it when all layers have been extended."""
+    def _states(self) -> list[Log | Tail]:
+        return [state for layer in self.layers for state in vars(layer).values()]
+
+    def begin(self) -> None:
+        """Start a call: the model does it before the first layer."""
+        for layout in self.layouts:
+            layout.begin(self.lengths)
+
+    def commit(self, counts: list[int]) -> None:
+        """Make a call's `counts` positions of each row part of the state: the model does it after the last layer."""
+        for part in (*self._states(), *self.layouts):
+            part.commit()
         self.lengths = [n + c for n, c in zip(self.lengths, counts, strict=True)]
 
     def crop(self, length: int | Sequence[int]) -> None:
@@ -188,15 +205,14 @@ class Cache:
         Raises:
             InputError: if a row is shorter than that, or older state would be needed than the cache holds.
         """
-        wanted = [length] * len(self.lengths) if isinstance(length, int) else list(length)
+        wanted = [length] * len(self.lengths) if isinstance(length, int) else [int(n) for n in length]
         if len(wanted) != len(self.lengths):
             raise InputError(f"cache.crop: {len(wanted)} lengths for {len(self.lengths)} rows")
-        states = [state for layer in self.layers for state in layer.states().values()]
-        oldest_crops = [max(row) for row in zip(*(state.oldest_crop() for state in states), strict=True)]
-        for row, (new, old, oldest) in enumerate(zip(wanted, self.lengths, oldest_crops, strict=True)):
+        for row, (new, old) in enumerate(zip(wanted, self.lengths, strict=True)):
+            oldest = max(layout.starts[row] + layout.history for layout in self.layouts)
             if not 0 <= new <= old:
                 raise InputError(f"cache.crop: row {row} has {old} positions, cannot be cropped to {new}")
-            if new < old and new < oldest:
+            if new < min(old, oldest):
                 raise InputError(
                     f"cache.crop: row {row} cannot go back from {old} to {new}, the oldest length kept is {oldest}; "
                     f"fork() the cache earlier, or make it with a larger rollback than {self.rollback}"
@@ -205,16 +221,16 @@ class Cache:
 
     def fork(self) -> "Cache":
         """An independent copy: extending or cropping either leaves the other as it is."""
-        layers = [LayerCache(**{name: s.fork() for name, s in layer.states().items()}) for layer in self.layers]
-        return Cache(layers, list(self.lengths), self.rollback, self.dtype)
+        other = copy.copy(self)
+        copies = {id(layout): copy.copy(layout) for layout in self.layouts}
+        other.layouts = list(copies.values())
+        other.layers = [
+            LayerCache(**{name: state.fork(copies) for name, state in vars(layer).items()}) for layer in self.layers
+        ]
+        return other
 
     snapshot = fork
 
     def num_bytes(self) -> int:
         """Bytes held by all states."""
-        data = [state.data for layer in self.layers for state in layer.states().values()]
-        return sum(t.numel() * t.element_size() for t in data)
-
-
-def _uniform(values: list[int]) -> bool:
-    return len(values) == 1 or values.count(values[0]) == len(values)
+        return sum(state.data.numel() * state.data.element_size() for state in self._states())

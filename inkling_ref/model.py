@@ -1,18 +1,18 @@
-"""The whole model: decoder layer, text stack, and the multimodal wrapper.
+r"""The whole model: decoder layer, text stack, and the multimodal wrapper.
 
 One decoder layer i, on the depth state (see `residual` for `mix`, `attention`, `moe`, `short_conv` for the rest):
 
-$$ y = \\mathrm{Conv}(\\mathrm{Attn}(\\mathrm{RMSNorm}(\\mathrm{mix}_q(\\mathrm{blocks}, \\mathrm{partial})))) $$
+$$ y = \mathrm{Conv}(\mathrm{Attn}(\mathrm{RMSNorm}(\mathrm{mix}_q(\mathrm{blocks}, \mathrm{partial})))) $$
 
-$$ \\text{at a block boundary:} \\;\\; \\mathrm{blocks} \\leftarrow \\mathrm{blocks} + [\\mathrm{partial}], \\;
-   \\mathrm{partial} \\leftarrow y; \\qquad \\text{else} \\;\\; \\mathrm{partial} \\leftarrow \\mathrm{partial} + y $$
+$$ \text{at a block boundary:} \;\; \mathrm{blocks} \leftarrow \mathrm{blocks} + [\mathrm{partial}], \;
+   \mathrm{partial} \leftarrow y; \qquad \text{else} \;\; \mathrm{partial} \leftarrow \mathrm{partial} + y $$
 
-$$ \\mathrm{partial} \\leftarrow \\mathrm{partial} +
-   \\mathrm{Conv}(\\mathrm{MoE}(\\mathrm{RMSNorm}(\\mathrm{mix}_m(\\mathrm{blocks}, \\mathrm{partial})))) $$
+$$ \mathrm{partial} \leftarrow \mathrm{partial} +
+   \mathrm{Conv}(\mathrm{MoE}(\mathrm{RMSNorm}(\mathrm{mix}_m(\mathrm{blocks}, \mathrm{partial})))) $$
 
 and at the end
 
-$$ \\mathrm{logits} = \\mathrm{cap}_{30}(W_u \\, \\mathrm{RMSNorm}(\\mathrm{mix}_o(\\mathrm{blocks}, \\mathrm{partial}))) $$
+$$ \mathrm{logits} = \mathrm{cap}_{30}(W_u \, \mathrm{RMSNorm}(\mathrm{mix}_o(\mathrm{blocks}, \mathrm{partial}))) $$
 
 A boundary is a layer whose index is divisible by n_layers_per_attn_res_block, so the token embedding becomes block 0
 at layer 0, which has nothing to mix yet and reads it directly.
@@ -40,7 +40,7 @@ from .vision import VisionModel
 
 
 def keeps_float32(name: str) -> bool:
-    """Whether the tensor of that name stays float32 in a bfloat16 model: static convolutions, router, residual queries."""
+    """Whether that tensor stays float32 in a 16-bit model: static convolutions, router, residual queries."""
     return name.endswith("sconv.weight") or ".mlp.gate." in name or ".attn_res." in name
 
 
@@ -67,8 +67,8 @@ class DecoderLayer(nn.Module):
     def forward(
         self,
         depth: DepthState,
-        attention_queries: Float[Tensor, "q D"] | None,
-        mlp_query: Float[Tensor, "1 D"],
+        attention_queries: Float[Tensor, " D"] | Float[Tensor, "3 D"] | None,
+        mlp_query: Float[Tensor, " D"],
         step: Step,
         cache: LayerCache | None,
     ) -> DepthState:
@@ -108,11 +108,12 @@ class TextModel(nn.Module):
     def forward(self, e: Float[Tensor, "B T D"], step: Step, cache: Cache | None = None) -> Float[Tensor, "B T D"]:
         """From normed embeddings to the hidden state that enters the unembedding."""
         depth = DepthState.start(e)
-        for i, layer in enumerate(self.layers):
-            layer_cache = None if cache is None else cache.layers[i]
-            depth = layer(depth, self.attn_res.attention(i), self.attn_res.mlp(i), step, layer_cache)
-        eps = self.config.rms_norm_eps
-        return self.ops.mix_and_norm(depth.sources(), self.attn_res.output(), [self.norm.weight], eps, e.dtype)[0]
+        attention_queries = [None, *self.attn_res.attn_queries]  # layer 0 has one source: nothing to mix
+        caches = [None] * len(self.layers) if cache is None else cache.layers
+        for layer, q, m, c in zip(self.layers, attention_queries, self.attn_res.mlp_queries, caches, strict=True):
+            depth = layer(depth, q, m, step, c)
+        query, eps = self.attn_res.output_query, self.config.rms_norm_eps
+        return self.ops.mix_and_norm(depth.sources(), query, [self.norm.weight], eps, e.dtype)[0]
 
     def logits(self, hidden: Float[Tensor, "B T D"]) -> Float[Tensor, "B T V"]:
         """Soft-capped logits of the used vocabulary, in `wide` precision. Padded rows have none."""
@@ -168,7 +169,7 @@ class Inkling(nn.Module):
 
     def new_cache(self, batch_size: int = 1, rollback: int = 32) -> Cache:
         """An empty cache for `batch_size` sequences; `rollback` as in `Cache`."""
-        return Cache.new(self.config.text, batch_size, self.dtype, self.device, rollback)
+        return Cache(self.config.text, batch_size, self.dtype, self.device, rollback)
 
     def image_features(
         self, pixel_values: Float[Tensor, "tiles p p 3"], image_grid_thw: Int[Tensor, "images 3"]
@@ -223,12 +224,14 @@ class Inkling(nn.Module):
             input_ids = input_ids.gather(1, order)
             counts = mask.sum(dim=1).tolist()
 
+        if cache is not None:
+            cache.begin()
         step = Step.make([0] * B if cache is None else cache.lengths, T, input_ids.device, document_ids)
         e = self.llm.embed_tokens(input_ids)
         e = self._place_images(e, input_ids, image_features, counts, cache)
         hidden = self.llm(e, step, cache)
         if cache is not None:
-            cache.advance(counts)
+            cache.commit(counts)
         if order is not None:
             real = torch.arange(T, device=order.device) < torch.tensor(counts, device=order.device)[:, None]
             hidden = torch.where(real[..., None], hidden, 0)

@@ -1,16 +1,16 @@
-"""Mixture of experts: a sigmoid router with a correction bias, and soft-capped SwiGLU experts. No shared experts.
+r"""Mixture of experts: a sigmoid router with a correction bias, and soft-capped SwiGLU experts. No shared experts.
 
 The router runs in `wide` precision on the rounded input h:
 
-$$ e = \\sigma(W_r h), \\qquad \\mathrm{chosen} = \\text{the } k \\text{ largest of } e + b, \\qquad
-   w_i = \\mathrm{scale} \\cdot e_i / (\\textstyle\\sum_{\\mathrm{chosen}} e + 10^{-20}) $$
+$$ e = \sigma(W_r h), \qquad \mathrm{chosen} = \text{the } k \text{ largest of } e + b, \qquad
+   w_i = \mathrm{scale} \cdot e_i / (\textstyle\sum_{\mathrm{chosen}} e + 10^{-20}) $$
 
 The bias b chooses and does not weigh. Equal scores are ordered by expert id, lowest first (a total order, so that
 every device and every kernel chooses alike). Each chosen expert, with gate rows g and up rows u interleaved in W13:
 
-$$ (g, u) = W_{13} h, \\qquad a = \\mathrm{cap}_4(g) \\, \\sigma(g) \\, \\mathrm{cap}_{25}(u), \\qquad y = W_2 a $$
+$$ (g, u) = W_{13} h, \qquad a = \mathrm{cap}_4(g) \, \sigma(g) \, \mathrm{cap}_{25}(u), \qquad y = W_2 a $$
 
-$$ \\mathrm{cap}_c(x) = c \\tanh(x / c) $$
+$$ \mathrm{cap}_c(x) = c \tanh(x / c) $$
 
 The sigmoid sees the raw gate (the config's `hidden_act: silu` is not plain SiLU). The weighted sum over the chosen
 experts is formed in `wide` precision and rounded once.
@@ -63,7 +63,7 @@ def softcap(x: Tensor, cap: float) -> Tensor:
 
 def softcapped_swiglu(gate_up: Float[Tensor, "N rows"], gate_cap: float, up_cap: float) -> Float[Tensor, "N I"]:
     """a of the module docstring from interleaved (g0, u0, g1, ...) columns; `wide` inside, rounded once."""
-    g, u = wide(gate_up).unflatten(-1, (-1, 2)).unbind(-1)
+    g, u = wide(gate_up)[:, 0::2], wide(gate_up)[:, 1::2]
     return (softcap(g, gate_cap) * g.sigmoid() * softcap(u, up_cap)).to(gate_up.dtype)
 
 
@@ -106,18 +106,23 @@ def experts(
         quantize: fake quantisation of the activations entering either product, or None.
     """
     N, k = ids.shape
-    order = ids.flatten().argsort(stable=True)  # pair numbers, by expert
-    counts = torch.bincount(ids.flatten(), minlength=w13.weight.shape[0]).tolist()
-    runs = [(e, n) for e, n in enumerate(counts) if n]
-    sizes = [n for _, n in runs]
     x = h if quantize is None else quantize(h)
-    rows = x[order // k].split(sizes)
+    if N == 1:  # decoding: the pairs are one row each, in any order
+        order, runs = None, [(e, 1) for e in ids[0].tolist()]
+        rows = [x] * k
+    else:
+        order = ids.flatten().argsort(stable=True)  # pair numbers, by expert
+        counts = torch.bincount(ids.flatten(), minlength=w13.weight.shape[0]).tolist()
+        runs = [(e, n) for e, n in enumerate(counts) if n]
+        rows = x[order // k].split([n for _, n in runs])
     gate_up = torch.cat([F.linear(xs, w13.dense(e, h.dtype)) for xs, (e, _) in zip(rows, runs, strict=True)])
     a = softcapped_swiglu(gate_up, gate_cap, up_cap)
     a = a if quantize is None else quantize(a)
-    y = torch.cat([F.linear(xs, w2.dense(e, h.dtype)) for xs, (e, _) in zip(a.split(sizes), runs, strict=True)])
-    pairs = torch.empty_like(y).index_copy(0, order, y).view(N, k, -1)  # back to (token, choice)
-    return (wide(pairs) * weights[..., None]).sum(dim=1).to(h.dtype)
+    rows = a.split([n for _, n in runs])
+    y = torch.cat([F.linear(xs, w2.dense(e, h.dtype)) for xs, (e, _) in zip(rows, runs, strict=True)])
+    if order is not None:  # back to (token, choice)
+        y = torch.empty_like(y).index_copy(0, order, y)
+    return (wide(y).view(N, k, -1) * weights[..., None]).sum(dim=1).to(h.dtype)
 
 
 class Router(nn.Module):
@@ -147,19 +152,21 @@ class Experts(nn.Module):
         E, D, I = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
         self.w13_weight = nn.Parameter(torch.randn(E, 2 * I, D) / math.sqrt(D))
         self.w2_weight = nn.Parameter(torch.randn(E, D, I) / math.sqrt(I))
+        for name in ("w13_weight", "w2_weight"):  # filled by `checkpoint` where the weights stay packed
+            for suffix in ("_scale", "_amax", "_outer_scale_denominator"):
+                self.register_buffer(name + suffix, None)
 
     def matrix(self, name: str) -> ExpertMatrix:
-        """`name`: w13 or w2."""
-        companions = {
-            key: getattr(self, f"{name}_weight_{suffix}", None)
-            for key, suffix in (("scale", "scale"), ("amax", "amax"), ("denominator", "outer_scale_denominator"))
-        }
-        return ExpertMatrix(getattr(self, f"{name}_weight"), **companions)
+        """`name`: w13_weight or w2_weight."""
+        suffixes = ("", "_scale", "_amax", "_outer_scale_denominator")
+        return ExpertMatrix(*(getattr(self, name + suffix) for suffix in suffixes))
 
     def forward(
         self, h: Float[Tensor, "N D"], weights: Float[Tensor, "N k"], ids: Int[Tensor, "N k"]
     ) -> Float[Tensor, "N D"]:
-        return self.ops.experts(h, weights, ids, self.matrix("w13"), self.matrix("w2"), *self.caps, self.quantize)
+        return self.ops.experts(
+            h, weights, ids, self.matrix("w13_weight"), self.matrix("w2_weight"), *self.caps, self.quantize
+        )
 
 
 class MoE(nn.Module):

@@ -1,18 +1,18 @@
-"""Block attention residuals: the depth state that stands where other transformers keep a residual stream.
+r"""Block attention residuals: the depth state that stands where other transformers keep a residual stream.
 
 A token's depth state is a list of *sources* of size D: the outputs of completed blocks of layers, and the running
 sum of the block in progress (`partial`). The token embedding is the first block. A sublayer does not read the sum of
 all that went before; it reads a mixture, chosen per token by a learned query over the *normalised* sources:
 
-$$ N_j = \\mathrm{RMS}(s_j), \\qquad \\mathrm{score}_j = N_j \\cdot q \\, / \\sqrt{D} $$
+$$ N_j = \mathrm{RMS}(s_j), \qquad \mathrm{score}_j = N_j \cdot q \, / \sqrt{D} $$
 
     scores = einsum("btnd,qd->btqn", N, q) / sqrt(D)
 
-$$ \\mathrm{mix} = \\sum_j \\mathrm{softmax}(\\mathrm{score})_j \\, N_j $$
+$$ \mathrm{mix} = \sum_j \mathrm{softmax}(\mathrm{score})_j \, N_j $$
 
     mix = einsum("btqn,btnd->btqd", softmax(scores, -1), N)
 
-$$ \\mathrm{RMS}(x) = x / \\sqrt{\\mathrm{mean}(x^2) + \\epsilon}, \\qquad \\mathrm{RMSNorm}_w(x) = w \\, \\mathrm{RMS}(x) $$
+$$ \mathrm{RMS}(x) = x / \sqrt{\mathrm{mean}(x^2) + \epsilon}, \qquad \mathrm{RMSNorm}_w(x) = w \, \mathrm{RMS}(x) $$
 
 The softmax runs over the n sources of one token: depth, not time. Sliding layers have one query; full layers have
 three, so that their queries, keys and values read three different mixtures.
@@ -22,27 +22,34 @@ Tensors: `attn_res.attn_queries.{i}` (belongs to layer i + 1: layer 0 has one so
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.nn import functional as F
+
+SOURCE_EPS = 1e-6  # of the sources' RMS: a constant in the public implementation; rms_norm_eps rules the other norms
 
 
 def wide(x: Tensor) -> Tensor:
     """`x` in the precision of internal sums: float32, or float64 where the model runs in float64."""
-    return x if x.dtype == torch.float64 else x.float()
+    return x.float() if x.dtype.itemsize < 4 else x
+
+
+def same(values: list[int]) -> bool:
+    """Whether all entries are equal: the rows of a batch can then share one slice instead of one each."""
+    return len(values) == 1 or values.count(values[0]) == len(values)
 
 
 def rms(x: Float[Tensor, "*shape D"], eps: float) -> Float[Tensor, "*shape D"]:
     """RMS(x) over the last axis, in (and returned as) `wide` precision."""
-    return F.rms_norm(wide(x), x.shape[-1:], eps=eps)
+    x = wide(x)
+    return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps)
 
 
 def rms_norm(x: Float[Tensor, "*shape D"], weight: Float[Tensor, " D"], eps: float) -> Float[Tensor, "*shape D"]:
     """RMSNorm_w(x) = w RMS(x) in `wide` precision; the caller rounds, once, where the result enters a projection."""
-    return F.rms_norm(wide(x), x.shape[-1:], wide(weight), eps=eps)
+    return rms(x, eps) * wide(weight)
 
 
 def mix(sources: Float[Tensor, "B T n D"], queries: Float[Tensor, "q D"], eps: float) -> Float[Tensor, "B T q D"]:
@@ -58,7 +65,7 @@ def mix(sources: Float[Tensor, "B T n D"], queries: Float[Tensor, "q D"], eps: f
 
 def mix_and_norm(
     sources: Float[Tensor, "B T n D"],
-    queries: Float[Tensor, "q D"] | None,
+    queries: Float[Tensor, " D"] | Float[Tensor, "q D"] | None,
     norm_weights: list[Float[Tensor, " D"]],
     eps: float,
     dtype: torch.dtype,
@@ -73,7 +80,7 @@ def mix_and_norm(
     if queries is None:
         mixtures = [sources[:, :, -1]] * len(norm_weights)
     else:
-        mixtures = mix(sources, queries, eps).unbind(dim=2)
+        mixtures = mix(sources, queries.view(-1, queries.shape[-1]), SOURCE_EPS).unbind(dim=2)
     return [rms_norm(m, w, eps).to(dtype) for m, w in zip(mixtures, norm_weights, strict=True)]
 
 
@@ -101,10 +108,10 @@ class DepthState:
 
     def add(self, y: Float[Tensor, "B T D"]) -> "DepthState":
         """`y` joins the running sum, in `wide` precision."""
-        return replace(self, partial=wide(self.partial) + wide(y))
+        return DepthState(self.blocks, wide(self.partial) + wide(y))
 
     def round(self, dtype: torch.dtype) -> "DepthState":
-        return replace(self, partial=self.partial.to(dtype))
+        return DepthState(self.blocks, self.partial.to(dtype))
 
 
 class RMSNorm(nn.Module):
@@ -125,12 +132,3 @@ class AttentionResidualQueries(nn.Module):
         self.attn_queries = nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in shapes[1:])
         self.mlp_queries = nn.ParameterList(nn.Parameter(torch.zeros(hidden_size)) for _ in shapes)
         self.output_query = nn.Parameter(torch.zeros(hidden_size))
-
-    def attention(self, layer: int) -> Float[Tensor, "q D"] | None:
-        return None if layer == 0 else torch.atleast_2d(self.attn_queries[layer - 1])
-
-    def mlp(self, layer: int) -> Float[Tensor, "1 D"]:
-        return self.mlp_queries[layer][None]
-
-    def output(self) -> Float[Tensor, "1 D"]:
-        return self.output_query[None]

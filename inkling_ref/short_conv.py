@@ -1,15 +1,15 @@
-"""Short convolutions: causal, depthwise, K = 4 taps, four in every layer, all arithmetic in `wide` precision.
+r"""Short convolutions: causal, depthwise, K = 4 taps, four in every layer, all arithmetic in `wide` precision.
 
 Static taps (attention output, MoE output, keys and values of sliding layers), one set a channel c:
 
-$$ y_t = \\Big( \\sum_{j=0}^{K-1} \\mathrm{tap}_j[c] \\, x_{t-j} + x_t \\Big) / \\sqrt{K + 1} $$
+$$ y_t = \Big( \sum_{j=0}^{K-1} \mathrm{tap}_j[c] \, x_{t-j} + x_t \Big) / \sqrt{K + 1} $$
 
 Dynamic taps (keys and values of full layers): a static set plus one projected from the token itself, shared within
 a key/value head g(c). x is the normed input of the key (value) projection, u the projected key (value):
 
-$$ \\mathrm{tap}_j(t, c) = \\mathrm{static}_j[c] + (W_\\mathrm{dyn} \\, x_t)[g(c) K + j] $$
+$$ \mathrm{tap}_j(t, c) = \mathrm{static}_j[c] + (W_\mathrm{dyn} \, x_t)[g(c) K + j] $$
 
-$$ y_t = \\Big( \\sum_{j=0}^{K-1} \\mathrm{tap}_j(t, c) \\, u_{t-j} + u_t \\Big) / \\sqrt{2K + 1} $$
+$$ y_t = \Big( \sum_{j=0}^{K-1} \mathrm{tap}_j(t, c) \, u_{t-j} + u_t \Big) / \sqrt{2K + 1} $$
 
 j counts back from the current token. Before the start of a sequence the inputs are zero. The term outside the sum is
 the convolution's own residual; its output joins the depth state once more, as any sublayer output does. The square
@@ -20,7 +20,6 @@ the current token; `*_sconv.weight_proj` [G K, D].
 """
 
 import math
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,65 +35,57 @@ if TYPE_CHECKING:
 
 
 def _convolve(
-    x: Float[Tensor, "B T C"],
-    taps: Iterable[Tensor],
-    scale: float,
-    history: Float[Tensor, "B past C"] | None,
-    document_position: Int[Tensor, "B T"] | None,
+    u: Float[Tensor, "B P C"], taps: Float[Tensor, "*BT C K"], scale: float, document_position: Tensor | None
 ) -> Float[Tensor, "B T C"]:
-    """(sum_j taps[j] x_{t-j} + x_t) * scale; each tap broadcasts against [B, T, C]."""
-    taps = list(taps)
-    past, T = len(taps) - 1, x.shape[1]
-    u = F.pad(x, (0, 0, past, 0)) if history is None else torch.cat([history, x], dim=1)
-    u = wide(u)
-    y = u[:, past:]
-    for j, tap in enumerate(taps):
-        shifted = u[:, past - j : past - j + T]
-        if document_position is not None and j > 0:  # a tap that reaches before its document's start reads zero
-            shifted = shifted * (document_position >= j)[..., None]
-        y = torch.addcmul(y, shifted, tap)
-    return (y * scale).to(x.dtype)
+    """(sum_j tap_j x_{t-j} + x_t) scale, with the last tap at the current token."""
+    K = taps.shape[-1]
+    windows = wide(u).unfold(1, K, 1)  # [B, T, C, K], a view
+    if document_position is not None:  # a tap that reaches before its document's start reads zero
+        age = torch.arange(K - 1, -1, -1, device=u.device)
+        windows = windows * (document_position[..., None] >= age)[:, :, None]
+    x = u[:, K - 1 :]
+    return (((windows * taps).sum(dim=-1) + x) * scale).to(u.dtype)
 
 
 def short_conv(
-    x: Float[Tensor, "B T C"],
-    weight: Float[Tensor, "C 1 K"],
-    history: Float[Tensor, "B K-1 C"] | None = None,
-    document_position: Int[Tensor, "B T"] | None = None,
+    u: Float[Tensor, "B P C"], weight: Float[Tensor, "C 1 K"], document_position: Int[Tensor, "B T"] | None = None
 ) -> Float[Tensor, "B T C"]:
-    """Static short convolution (first equation above), rounded once to the dtype of `x`.
+    """Static short convolution (first equation above), rounded once to the dtype of `u`.
 
     Args:
-        x: inputs of this call's tokens.
+        u: P = K - 1 + T inputs: the K - 1 before this call (zeros at the start of a sequence), then this call's.
         weight: released layout, last tap = current token.
-        history: the K - 1 inputs before `x`; None at the start of a sequence (zeros).
         document_position: positions within packed documents; taps do not cross a document's start.
     """
-    K = weight.shape[-1]
-    taps = wide(weight)[:, 0].flip(-1).T.contiguous()  # [K, C], tap 0 = current token, unit stride along C
-    return _convolve(x, taps, 1 / math.sqrt(K + 1), history, document_position)
+    return _convolve(u, wide(weight)[:, 0], 1 / math.sqrt(weight.shape[-1] + 1), document_position)
 
 
 def dynamic_short_conv(
-    u: Float[Tensor, "B T C"],
+    u: Float[Tensor, "B P C"],
     dynamic_taps: Float[Tensor, "B T G K"],
     static: Float[Tensor, "K C"],
-    history: Float[Tensor, "B K-1 C"] | None = None,
     document_position: Int[Tensor, "B T"] | None = None,
 ) -> Float[Tensor, "B T C"]:
     """Short convolution with per-token taps (second and third equation above), rounded once to the dtype of `u`.
 
     Args:
-        u: projected keys or values, C = G d channels, head-major.
-        dynamic_taps: W_dyn x_t, one set of K taps for each key/value head.
+        u: projected keys or values with their history, as in `short_conv`; C = G d channels, head-major.
+        dynamic_taps: W_dyn x_t, one set of K taps for each key/value head, tap 0 = current token.
         static: released layout, tap 0 = current token.
-        history, document_position: as in `short_conv`.
+        document_position: as in `short_conv`.
     """
     K, C = static.shape
-    G = dynamic_taps.shape[2]
-    # tap_j: [G, d] + [B, T, G, 1], back to channels
-    taps = wide(static).view(K, G, C // G)[:, None, None] + wide(dynamic_taps).permute(3, 0, 1, 2)[..., None]
-    return _convolve(u, taps.flatten(-2), 1 / math.sqrt(2 * K + 1), history, document_position)
+    per_channel = wide(dynamic_taps).repeat_interleave(C // dynamic_taps.shape[2], dim=2)  # [B, T, C, K]
+    taps = (wide(static).T + per_channel).flip(-1)
+    return _convolve(u, taps, 1 / math.sqrt(2 * K + 1), document_position)
+
+
+def _with_history(x: Float[Tensor, "B T C"], past: int, state: "Tail | None") -> Float[Tensor, "B P C"]:
+    """`x` after the `past` inputs before it; the state takes `x` in."""
+    if state is None:
+        return F.pad(x, (0, 0, past, 0))
+    inputs = state.extend(x)
+    return inputs[:, inputs.shape[1] - x.shape[1] - past :]
 
 
 class ShortConv(nn.Module):
@@ -106,8 +97,8 @@ class ShortConv(nn.Module):
         self.weight = nn.Parameter(torch.randn(channels, 1, kernel) / 8)
 
     def forward(self, x: Float[Tensor, "B T C"], step: "Step", state: "Tail | None") -> Float[Tensor, "B T C"]:
-        history = None if state is None else state.history(x, step.lengths, self.weight.shape[-1] - 1)
-        return self.ops.short_conv(x, self.weight, history, step.document_position)
+        weight = self.weight
+        return self.ops.short_conv(_with_history(x, weight.shape[-1] - 1, state), weight, step.document_position)
 
 
 class DynamicShortConv(nn.Module):
@@ -123,6 +114,6 @@ class DynamicShortConv(nn.Module):
         self, u: Float[Tensor, "B T C"], x: Float[Tensor, "B T D"], step: "Step", state: "Tail | None"
     ) -> Float[Tensor, "B T C"]:
         kernel = self.static_w.shape[0]
-        history = None if state is None else state.history(u, step.lengths, kernel - 1)
         dynamic_taps = F.linear(x, self.weight_proj).unflatten(-1, (-1, kernel))
-        return self.ops.dynamic_short_conv(u, dynamic_taps, self.static_w, history, step.document_position)
+        u = _with_history(u, kernel - 1, state)
+        return self.ops.dynamic_short_conv(u, dynamic_taps, self.static_w, step.document_position)
