@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from . import __version__
 from .backends import Backend
@@ -169,9 +170,8 @@ def check(reader: CheckpointReader, model: Inkling) -> list[str]:
                 says = f"{source} says" if wanted else "its other matrix is"
                 problems.append(f"layer {layer}: {says} {(wanted or formats[layer]).upper()}, but {seen}")
             elif quantisation in GROUP and source and not wanted:
-                open_layers.append(
-                    f"layer {layer}: {source} leaves its format to {SIDECAR}, which does not say; {seen}"
-                )
+                where = f"{source} declares mixed precision and no format for it (quantized_layers of {SIDECAR})"
+                open_layers.append(f"layer {layer}: {where}; {seen}")
     problems += open_layers[:1]  # the cause is one, a missing file or list
     if problems:
         raise InputError(f"{reader.folder}: {'; '.join(problems)}")
@@ -196,7 +196,8 @@ def load(
 ) -> Inkling:
     """Read a checkpoint folder into a model, in eval mode and without gradients.
 
-    The model is built without memory and filled tensor by tensor: the peak is the model plus one stored tensor.
+    The model is built without memory and filled tensor by tensor: the peak is the model plus one stored tensor, and
+    for experts that are decoded a few experts more.
 
     Args:
         dtype: of the weights and the stream. In a 16-bit model the tensors of `keeps_float32` stay float32.
@@ -213,8 +214,9 @@ def load(
         raise InputError(f"experts: {experts!r}, expected 'packed' or 'dequantize'")
     if dtype not in _FLOATS:
         raise InputError(f"dtype: {dtype}, expected one of {', '.join(map(str, _FLOATS))}")
-    with torch.device("meta"):
-        model = Inkling(InklingConfig.from_pretrained(folder), backend)
+    config = InklingConfig.from_pretrained(folder)
+    with torch.device("meta"), _ShapesOnly():
+        model = Inkling(config, backend)
     with CheckpointReader(folder) as reader:
         formats = check(reader, model)
         for layer, quantisation in zip(model.llm.layers, formats, strict=True):
@@ -232,6 +234,21 @@ def load(
                     _load_quantised(reader, module, f"model.{name}", formats[layer], device, dtype, experts == "packed")
                 done(reader.bytes_read)
     return model.requires_grad_(False).eval()
+
+
+class _ShapesOnly(TorchFunctionMode):
+    """Skips what modules compute to initialise themselves.
+
+    On the meta device that has no result, but the first random number and the first product there import PyTorch's
+    compiler, which takes longer than reading a small model.
+    """
+
+    def __torch_function__(self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if function in (Tensor.mul, Tensor.div):
+            return args[0]
+        if getattr(function, "__module__", None) == nn.init.__name__:
+            return args[0] if args else kwargs["tensor"]
+        return torch.empty(*args) if function is torch.randn else function(*args, **(kwargs or {}))
 
 
 def _load_quantised(
@@ -259,6 +276,19 @@ def _load_quantised(
 # ---------------------------------------------------------------- saving
 
 
+def layer_formats(experts: str | None, layers: int) -> list[str | None]:
+    """The format of every layer's experts in a checkpoint saved with that `experts`; None: as the model holds them.
+
+    Raises:
+        InputError: an unknown `experts`.
+    """
+    if experts == "nvfp4+mxfp8":  # of Small: layers 0-39 and 40-47
+        return [NVFP4 if layer < layers * 5 // 6 else MXFP8 for layer in range(layers)]
+    if experts not in (None, DENSE, MXFP8):
+        raise InputError(f"experts: {experts!r}, expected None, 'bf16', 'mxfp8' or 'nvfp4+mxfp8'")
+    return [experts] * layers
+
+
 def save(
     model: Inkling,
     folder: str | Path,
@@ -282,20 +312,13 @@ def save(
         InputError: an unknown format, an expert without a code in it (named), metadata that is not text, or a folder
             that is a file.
     """
-    folder, layers = Path(folder), model.config.text.num_hidden_layers
-    wanted = {
-        None: [None] * layers,
-        "bf16": [DENSE] * layers,
-        "mxfp8": [MXFP8] * layers,
-        "nvfp4+mxfp8": [NVFP4 if i < layers * 5 // 6 else MXFP8 for i in range(layers)],
-    }
-    if experts not in wanted:
-        raise InputError(f"experts: {experts!r}, expected None, 'bf16', 'mxfp8' or 'nvfp4+mxfp8'")
+    folder = Path(folder)
+    wanted = layer_formats(experts, model.config.text.num_hidden_layers)
     if not all(isinstance(text, str) for pair in (metadata or {}).items() for text in pair):
         raise InputError(f"metadata: {metadata!r}, expected text keys and values")
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder}: a file, expected a folder")
-    parts, formats = _plan(model, wanted[experts], None if experts is None else torch.bfloat16)
+    parts, formats = _plan(model, wanted, None if experts is None else torch.bfloat16)
     total = sum(part.nbytes for part in parts)
     shards: list[list[Part]] = [[]]
     for part in parts:
@@ -427,7 +450,9 @@ def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
             from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
             columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-            bar = Progress(*columns, console=Console(stderr=True), transient=True)
+            console = Console(stderr=True)
+            visible = console.is_terminal or console.is_jupyter
+            bar = Progress(*columns, console=console, transient=True, disable=not visible)
             bar.add_task(what, total=total)
             bar.start()
         if bar is not None:

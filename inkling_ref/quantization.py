@@ -55,8 +55,8 @@ GROUP = {NVFP4: 16, MXFP8: 32}  # values that share a scale
 E2M1_MAX, E4M3_MAX = 6.0, 448.0
 DENOMINATOR = E4M3_MAX * E2M1_MAX
 
-# Experts are processed a few at a time, so that temporaries stay near this many weights (64 MiB of float32 each).
-_CHUNK_WEIGHTS = 2**24
+# Experts are processed a few at a time, so that temporaries stay near this many weights (16 MiB of float32 each).
+_CHUNK_WEIGHTS = 2**22
 
 
 # ---------------------------------------------------------------- the number formats
