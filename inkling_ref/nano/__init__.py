@@ -30,12 +30,12 @@ What training reads (rows.py)
                                        NO_LOSS 0 (padding, image tiles, the first token), TEXT 1, ANSWER 2
                                        ANSWER runs from the content marker to <|content_model_end_sampling|>, inclusive
       tiles    uint8 [n_tiles, 40, 40, 3]  pixel levels of all pictures of the batch, in the order of the placeholders
-                                       when `ids` is read row by row: image feature i belongs to the i-th placeholder
-      extents  uint8 [n_tiles, 2]      rows and columns of a tile that lie inside its picture; the rest is padding, whose
-                                       level is -1, not 0: pixel_values = (where(inside, tiles, -1) - 127.5) / 127.5
+                                       when `ids` is read row by row: feature i belongs to the i-th placeholder
+      extents  uint8 [n_tiles, 2]      rows and columns of a tile that lie inside its picture; the rest is padding,
+                                       whose level is -1, not 0: pixel_values = (where(inside, tiles, -1) - 127.5) / 127.5
       grids    int32 [n_images, 2]     rows and columns of each picture in tiles, pictures in the same order
-      objects  int16 [n_objects, 3]    (tile, colour, shape) of every object's centre, indices into the batch's tiles and
-                                       into scenes.COLOURS and scenes.SHAPES, for an auxiliary loss on image features
+      objects  int32 [n_objects, 3]    (tile, colour, shape) of every object's centre, indices into the batch's tiles
+                                       and into scenes.COLOURS and scenes.SHAPES, for an auxiliary loss on image features
 
     Bounds for static shapes (checked when a batch is made):
       short_batch(rows=r): pictures only in the first 5r/8 rows; the first 3r/16 of these hold two, the others one,
@@ -56,6 +56,6 @@ What evaluation reads (tasks.py)
     Names: colour, shape, count, position, yes_no, size, caption, story, retrieval_100, retrieval_2000,
            retrieval_4000, sum_direct, sum_thinking, talk.
 
-Vocabulary: 1024 ids: 1008 of text, then the 16 markers of `vocabulary.MARKERS`, of which the last, id 1023, is the image
-placeholder `<|unused_200054|>`. Padding is `<|endoftext|>`; a reply ends with `<|content_model_end_sampling|>`.
+Vocabulary: 1536 ids: 1520 of text, then the 16 markers of `vocabulary.MARKERS`, of which the last, id 1535, is the
+image placeholder `<|unused_200054|>`. Padding is `<|endoftext|>`; a reply ends with `<|content_model_end_sampling|>`.
 """
