@@ -78,11 +78,13 @@ def declared_formats(folder: Path, layers: int) -> tuple[str, list[str | None], 
         return "", [None] * layers, []
 
     def parse(algorithm: object, where: str) -> str | None:
-        text = str(algorithm).upper()
-        known = {NVFP4.upper(): NVFP4, MXFP8.upper(): MXFP8, "MIXED_PRECISION": None, "MODELOPT": None}
-        if text not in known:
-            raise InputError(f"{folder / source}: {where} is {algorithm!r}, expected one of {', '.join(known)}")
-        return known[text]
+        text = str(algorithm).lower()  # W4A16_NVFP4 is NVFP4 too: what it adds is about activations
+        if text.startswith(("mixed", "modelopt")):
+            return None
+        for quantisation in GROUP:
+            if quantisation in text:
+                return quantisation
+        raise InputError(f"{folder / source}: {where} is {algorithm!r}, expected NVFP4, MXFP8 or MIXED_PRECISION")
 
     sizes = []
     block = data.get("weight_block_size", config.get("weight_block_size"))

@@ -518,3 +518,18 @@ def test_gpu_writes_the_same_bytes(denominator):
     assert all(torch.equal(bits(a), bits(b.cpu())) for a, b in zip(cpu, gpu, strict=True))
     assert torch.equal(qt.mxfp8_dequantize(*cpu), qt.mxfp8_dequantize(*gpu).cpu())
     assert torch.equal(qt.fake_nvfp4(w), qt.fake_nvfp4(w.cuda()).cpu())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.skipif(hasattr(qt.fake_nvfp4_weight, "__wrapped__"), reason="shape checks cannot be compiled")
+@pytest.mark.parametrize("fake", [qt.fake_nvfp4_weight, qt.fake_mxfp8_weight, qt.fake_nvfp4, qt.fake_mxfp8])
+def test_gpu_compiled_differs_on_near_ties_only(fake):
+    w = weights(9, (5, 61, 256)).cuda()
+    w[2] = 0
+    out, expected = torch.compile(fake, fullgraph=True)(w), fake(w)
+    # A block that takes the other of t = 6 and t = 4, or a value on the other side of a tie; the rest to the last bit.
+    close = (out - expected).abs() <= 1e-6 * expected.abs()
+    assert close.float().mean() > 0.999
+    assert out.isfinite().all()
+    error, wanted = (out - w).square().mean(), (expected - w).square().mean()
+    assert error < 1.0001 * wanted
