@@ -2,9 +2,13 @@
 
     import inkling_ref as ir
 
-    model = ir.load(folder)
-    pixel_values, image_grid_thw = ir.process_images([ir.load_image("picture.png")])
-    result = ir.generate(model, input_ids, pixel_values=pixel_values, image_grid_thw=image_grid_thw)
+    model, tokenizer = ir.load(folder), ir.Tokenizer.from_pretrained(folder)
+    parts = [{"type": "image", "image": "picture.png"}, "What colour is the circle?"]
+    prompt = ir.render([{"role": "user", "content": parts}], tokenizer)
+    result = ir.generate(
+        model, [prompt.input_ids], pixel_values=prompt.pixel_values, image_grid_thw=prompt.image_grid_thw
+    )
+    print(tokenizer.decode(result.tokens[0]))
 
 One letter means one thing, in code, equations, figures and prose::
 
@@ -22,8 +26,8 @@ One letter means one thing, in code, equations, figures and prose::
 be read both ways the code writes `num_experts_per_tok`.
 
 A component is a stem: `inkling_ref/short_conv.py`, `tests/test_short_conv.py` and so on. They import downwards only:
-errors, config, then residual, short_conv, attention, moe, quantization and vision, then cache, model, checkpoint,
-generation, cli. Names below load on first use, so that importing the package, or asking the command line for help,
+errors, config, then residual, short_conv, attention, moe, quantization and vision, then backends, cache, model,
+checkpoint, chat, generation, cli. Names below load on first use, so that importing the package, or asking the command line for help,
 does not wait for torch.
 """
 
@@ -43,7 +47,10 @@ _HOME = {
     "load_image": "vision",
     "process_images": "vision",
     "generate": "generation",
+    "stream": "generation",
     "Tokenizer": "chat",
+    "render": "chat",
+    "parse": "chat",
     "nvfp4_quantize": "quantization",
     "nvfp4_dequantize": "quantization",
     "mxfp8_quantize": "quantization",
