@@ -27,8 +27,8 @@ be read both ways the code writes `num_experts_per_tok`.
 
 A component is a stem: `inkling_ref/short_conv.py`, `tests/test_short_conv.py` and so on. They import downwards only:
 errors, config, then residual, short_conv, attention, moe, quantization and vision, then backends, cache, model,
-checkpoint, chat, generation, cli. Names below load on first use, so that importing the package, or asking the command line for help,
-does not wait for torch.
+checkpoint, chat, generation, cli. Names below load on first use, so that importing the package, or asking the command
+line for help, does not wait for torch.
 """
 
 from importlib import import_module
