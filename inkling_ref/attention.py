@@ -18,7 +18,7 @@ $$ b_{t,s} = (r_t P)[t - s] \;\; \text{for} \;\; 0 \le t - s < X, \quad \text{el
 
 The sink is one more logit without a value; it only takes mass away:
 
-$$ p = \mathrm{softmax}([q_t \cdot k_s / \sqrt{d} + b_{t,s}, \; z_t]) \text{ without its last entry}, \;\; z = W_z x_q $$
+$$ p = \mathrm{softmax}([q_t \cdot k_s / \sqrt{d} + b_{t,s}, \; z_t]) \text{ without its last entry}, \; z = W_z x_q $$
 
 $$ y = W_o \big( \textstyle\sum_s p_s v_s \odot \sigma(W_\gamma x_q) \big) $$
 
@@ -158,20 +158,12 @@ def attend(
     return (wide(o) * wide(gate).sigmoid()).to(o.dtype)
 
 
-class ScaledClip(nn.Module):
-    """Holds the learned scale of `scaled_l2_clip` under its released name `*_l2_clip.scale`."""
+class Named(nn.Module):
+    """Holds one parameter under its released name, `q_l2_clip.scale` say; the functions above do the arithmetic."""
 
-    def __init__(self, num_heads: int, size: int) -> None:
+    def __init__(self, name: str, value: Tensor) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.ones(num_heads, size))
-
-
-class RelativeProfiles(nn.Module):
-    """Holds P, the bias profiles over distance, under its released name `rel_logits_proj.proj`."""
-
-    def __init__(self, d_rel: int, extent: int) -> None:
-        super().__init__()
-        self.proj = nn.Parameter(torch.randn(d_rel, extent) / 16)
+        self.register_parameter(name, nn.Parameter(value))
 
 
 class Attention(nn.Module):
@@ -191,9 +183,9 @@ class Attention(nn.Module):
         self.wo_ud = nn.Linear(H * d, D, bias=False)
         self.gate_attn = nn.Linear(D, H * d, bias=False)
         self.attn_sink_proj = nn.Linear(D, H, bias=False)
-        self.q_l2_clip = ScaledClip(H, d)
-        self.rel_l2_clip = ScaledClip(H, R)
-        self.rel_logits_proj = RelativeProfiles(R, a.extent)
+        self.q_l2_clip = Named("scale", torch.ones(H, d))
+        self.rel_l2_clip = Named("scale", torch.ones(H, R))
+        self.rel_logits_proj = Named("proj", torch.randn(R, a.extent) / 16)
         K = config.conv_kernel_size
         if config.is_sliding(layer):
             self.k_sconv, self.v_sconv = (ShortConv(G * d, K, ops) for _ in range(2))

@@ -14,6 +14,7 @@ was. Nothing else of the model is state: the depth state belongs to a token and 
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from jaxtyping import Float, Int
@@ -107,7 +108,7 @@ class Layout:
 class Tail:
     """The last `keep` entries before the newest call, and that call's. Tensors are replaced, never written into."""
 
-    def __init__(self, shape: tuple[int, ...], layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, layout: Layout) -> None:
         self.layout = layout
         self.data = self.proposed = torch.zeros(*shape[:-1], layout.keep, shape[-1], dtype=dtype, device=device)
 
@@ -143,10 +144,10 @@ class LayerCache:
 
     def extend_key_value(
         self, k: Float[Tensor, "B G T d"], v: Float[Tensor, "B G T d"], lengths: list[int]
-    ) -> tuple[Tensor, Tensor, list[int], list[int] | None]:
+    ) -> tuple[Tensor, Tensor, list[int], list[int]]:
         """All keys and values that this call may see; for each row the slot of its query 0, and its first used slot."""
         if isinstance(self.keys, Log):
-            return self.keys.extend(k, lengths), self.values.extend(v, lengths), lengths, None
+            return self.keys.extend(k, lengths), self.values.extend(v, lengths), lengths, [0] * len(lengths)
         layout = self.keys.layout
         return self.keys.extend(k), self.values.extend(v), [layout.kept] * len(lengths), layout.empty
 
@@ -172,12 +173,9 @@ class Cache:
         for i in range(config.num_hidden_layers):
             a, D = config.attention(i), config.hidden_size
             G, d = a.num_key_value_heads, a.head_dim
-            shape = (batch_size, G, d)
-            if a.window is None:
-                keys, values = (Log(shape, dtype, device) for _ in range(2))
-            else:
-                keys, values = (Tail(shape, window, dtype, device) for _ in range(2))
-            convs = [Tail((batch_size, channels), conv, dtype, device) for channels in (G * d, G * d, D, D)]
+            kind = Log if a.window is None else partial(Tail, layout=window)
+            keys, values = (kind((batch_size, G, d), dtype, device) for _ in range(2))
+            convs = [Tail((batch_size, channels), dtype, device, conv) for channels in (G * d, G * d, D, D)]
             self.layers.append(LayerCache(keys, values, *convs))
 
     @property
@@ -202,8 +200,7 @@ class Cache:
     def crop(self, length: int | Sequence[int]) -> None:
         """Forget all positions from `length` on (one number, or one a row): the state is as if never extended further.
 
-        Raises:
-            InputError: if a row is shorter than that, or older state would be needed than the cache holds.
+        Raises InputError if a row is shorter than that, or would need older state than the cache holds.
         """
         wanted = [length] * len(self.lengths) if isinstance(length, int) else [int(n) for n in length]
         if len(wanted) != len(self.lengths):

@@ -1,19 +1,16 @@
 """Configuration: every size and constant of the model, under the key that the released config.json uses.
 
-Symbols of the package docstring and the keys that hold them::
-
-    D  hidden_size                    H, G, d  num_attention_heads, num_key_value_heads, head_dim (full layers);
-    L  num_hidden_layers                       the same with the prefix swa_ (sliding layers)
-    R  d_rel                          W  sliding_window_size (window and bias extent of sliding layers)
-    E  n_routed_experts               X  rel_extent (bias extent of full layers)
-    k  num_experts_per_tok            I  moe_intermediate_size
-    K  conv_kernel_size               V  vocab_size (stored rows), unpadded_vocab_size (rows used)
+The package docstring's letters: D hidden_size, L num_hidden_layers, R d_rel, X rel_extent, W sliding_window_size (window
+and bias extent of sliding layers), E n_routed_experts, k num_experts_per_tok, I moe_intermediate_size, K
+conv_kernel_size, V vocab_size (stored rows) and unpadded_vocab_size (rows used). H, G, d: num_attention_heads,
+num_key_value_heads, head_dim of full layers; of sliding layers with the prefix swa_.
 """
 
 import json
 import math
 import warnings
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, no_type_check
 
@@ -22,42 +19,27 @@ from .errors import InputError
 SLIDING = "hybrid_sliding"
 FULL = "hybrid"
 
-# Released configs and `transformers` spell some keys differently; the left spelling is read as the right one.
+# Released configs and `transformers` spell some keys differently; a key that is no field is read as its right side.
 _ALIASES = {
-    "n_layers_per_attnres_block": "n_layers_per_attn_res_block",
-    "native_patch_size": "patch_size",
-    "adapter_merge_size": "spatial_merge_size",
-    "sliding_window": "sliding_window_size",
-    "num_local_experts": "n_routed_experts",
-    "sconv_kernel_size": "conv_kernel_size",
-    "routed_scaling_factor": "route_scale",
-    "model_max_length": "max_position_embeddings",
-    "final_logit_softcap": "final_logit_softcapping",
-    "n_layers": "num_hidden_layers",
-}
-_TEXT_ALIASES = {**_ALIASES, "intermediate_size": "moe_intermediate_size"}
-# In a vision config `intermediate_size` is the MLP's own width.
-_LAYER_TYPE_ALIASES = {"sliding_attention": SLIDING, "full_attention": FULL, SLIDING: SLIDING, FULL: FULL}
-
-# Keys that say nothing about the computation, or that only restate a constant checked below.
+    "n_layers_per_attnres_block": "n_layers_per_attn_res_block", "sliding_window": "sliding_window_size",
+    "num_local_experts": "n_routed_experts", "intermediate_size": "moe_intermediate_size",
+    "routed_scaling_factor": "route_scale", "sconv_kernel_size": "conv_kernel_size",
+    "model_max_length": "max_position_embeddings", "native_patch_size": "patch_size",
+    "adapter_merge_size": "spatial_merge_size", "sliding_attention": SLIDING, "full_attention": FULL,
+}  # fmt: skip
+# Keys that say nothing about the computation, or are read apart.
 _IGNORED = {
-    "architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "attention_dropout",
-    "initializer_range", "use_cache", "return_dict", "output_hidden_states", "output_attentions", "pad_token_id",
-    "bos_token_id", "layer_scale_init_value", "mlp_ratio", "quantization_config", "chunk_size_feed_forward",
-    "is_encoder_decoder", "id2label", "label2id", "problem_type", "tie_word_embeddings", "num_conv_states",
-    "number_of_conv_states", "mtp_config", "local_layer_ids", "rope_theta", "rope_parameters", "text_hidden_size",
-    "_name_or_path", "auto_map",
+    "architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "attention_dropout", "use_cache",
+    "initializer_range", "return_dict", "output_hidden_states", "output_attentions", "pad_token_id", "bos_token_id",
+    "layer_scale_init_value", "mlp_ratio", "quantization_config", "chunk_size_feed_forward", "is_encoder_decoder",
+    "id2label", "label2id", "problem_type", "number_of_conv_states", "mtp_config", "local_layer_ids", "rope_theta",
+    "rope_parameters", "text_hidden_size", "_name_or_path", "auto_map", "image_token_id",
 }  # fmt: skip
 # Facts that this code builds in; a config that says otherwise describes another model.
 _CONSTANTS = {
-    "scoring_func": ("sigmoid",),
-    "hidden_act": ("silu", "gelu"),
-    "projector_bias": (False,),
-    "tie_word_embeddings": (False,),
-    "num_channels": (3,),
-    "n_shared_experts": (0, None),
-    "norm_topk_prob": (True,),
-}
+    "scoring_func": ["sigmoid"], "hidden_act": ["silu", "gelu"], "projector_bias": [False], "num_channels": [3],
+    "tie_word_embeddings": [False], "n_shared_experts": [0, None], "norm_topk_prob": [True],
+}  # fmt: skip
 
 
 # no_type_check: the tests' type checker must let a wrong JSON value through to the checks below, which name its key.
@@ -75,7 +57,7 @@ class AttentionConfig:
     head_dim: int
     window: int | None
     extent: int
-    log_scaling: tuple[float, float] | None
+    log_scaling: tuple[float, float] | None = None
 
 
 @no_type_check
@@ -117,7 +99,7 @@ class TextConfig:
     def __post_init__(self) -> None:
         if not self.layer_types and isinstance(self.num_hidden_layers, int):
             self.layer_types = [FULL if (i + 1) % 6 == 0 else SLIDING for i in range(self.num_hidden_layers)]
-        _raise_all(_check_text(self))
+        _check(self, _impossible_text)
 
     def is_sliding(self, layer: int) -> bool:
         return self.layer_types[layer] == SLIDING
@@ -127,15 +109,12 @@ class TextConfig:
         return layer % self.n_layers_per_attn_res_block == 0
 
     def attention(self, layer: int) -> AttentionConfig:
-        if self.is_sliding(layer):
-            return AttentionConfig(
-                self.swa_num_attention_heads, self.swa_num_key_value_heads, self.swa_head_dim,
-                window=self.sliding_window_size, extent=self.sliding_window_size, log_scaling=None,
-            )  # fmt: skip
-        return AttentionConfig(
-            self.num_attention_heads, self.num_key_value_heads, self.head_dim,
-            window=None, extent=self.rel_extent, log_scaling=(float(self.log_scaling_n_floor), self.log_scaling_alpha),
-        )  # fmt: skip
+        sliding = self.is_sliding(layer)
+        keys = ("num_attention_heads", "num_key_value_heads", "head_dim")
+        sizes = [getattr(self, ("swa_" if sliding else "") + key) for key in keys]
+        if sliding:
+            return AttentionConfig(*sizes, window=self.sliding_window_size, extent=self.sliding_window_size)
+        return AttentionConfig(*sizes, None, self.rel_extent, (float(self.log_scaling_n_floor), self.log_scaling_alpha))
 
 
 @no_type_check
@@ -155,7 +134,7 @@ class VisionConfig:
     rope_theta: float = 10000.0
 
     def __post_init__(self) -> None:
-        _raise_all(_check_vision(self))
+        _check(self, _impossible_vision)
 
     @property
     def tile_size(self) -> int:
@@ -187,19 +166,17 @@ class InklingConfig:
     def nano(cls) -> "InklingConfig":
         """The trained model that ships with this package: Small in miniature, 18 layers in 3 blocks of 6."""
         text = TextConfig(
-            vocab_size=1024, unpadded_vocab_size=1024, hidden_size=128, num_hidden_layers=18,
-            num_attention_heads=6, num_key_value_heads=2, head_dim=32,
+            vocab_size=1536, unpadded_vocab_size=1536, hidden_size=128, num_hidden_layers=18,
+            num_attention_heads=6, num_key_value_heads=2, head_dim=32, sliding_window_size=64, d_rel=8, rel_extent=64,
             swa_num_attention_heads=6, swa_num_key_value_heads=2, swa_head_dim=32,
-            sliding_window_size=64, d_rel=8, rel_extent=64,
-            moe_intermediate_size=64, n_routed_experts=16, num_experts_per_tok=4, route_scale=4.0,
+            moe_intermediate_size=64, n_routed_experts=16, num_experts_per_tok=4, route_scale=4.0, eos_token_id=None,
             qk_l2_clip_threshold=2 * math.sqrt(32), log_scaling_n_floor=512, max_position_embeddings=8192,
-            eos_token_id=None,
         )  # fmt: skip
         vision = VisionConfig(
             hidden_size=128, num_hidden_layers=4, num_attention_heads=4, intermediate_size=512,
             posemb_grid_size=8, projection_hidden_dim=256,
         )  # fmt: skip
-        return cls(text, vision, image_token_id=1023)
+        return cls(text, vision, image_token_id=1535)
 
     @classmethod
     def tiny(cls) -> "InklingConfig":
@@ -214,37 +191,29 @@ class InklingConfig:
             qk_l2_clip_threshold=3.0, rel_l2_clip_threshold=2.0, log_scaling_n_floor=10,
             max_position_embeddings=4096, eos_token_id=None,
         )  # fmt: skip
-        vision = VisionConfig(
-            hidden_size=24, num_hidden_layers=2, num_attention_heads=3, intermediate_size=44,
-            patch_size=4, posemb_grid_size=5, projection_hidden_dim=28,
-        )  # fmt: skip
+        vision = VisionConfig(24, 2, 3, 44, patch_size=4, posemb_grid_size=5, projection_hidden_dim=28)
         return cls(text, vision, image_token_id=39)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], source: str = "config") -> "InklingConfig":
         """Read a released or `transformers` config; flat (text only) or nested (text_config, vision_config).
 
-        Unknown keys are named once, in one warning.
-
-        Raises:
-            InputError: naming the key whose value is impossible or describes another architecture.
+        Unknown keys are named in one warning. Raises InputError naming each key whose value is impossible.
         """
-        if not isinstance(data, dict):
-            raise InputError(f"{source}: expected a JSON object, got {type(data).__name__}")
         unknown: list[str] = []
-        nested = "text_config" in data
-        text_data = data["text_config"] if nested else data
-        if not isinstance(text_data, dict):
-            raise InputError(f"{source}: text_config is {text_data!r}, expected a JSON object")
-        if nested and "eos_token_id" in data:
-            text_data = {"eos_token_id": data["eos_token_id"], **text_data}
-        text = _read(TextConfig, text_data, _TEXT_ALIASES, "text_config." if nested else "", unknown, source)
+        data = _object(data, source)
+        if "text_config" in data:
+            inherited = {"eos_token_id": data["eos_token_id"]} if "eos_token_id" in data else {}
+            text_data = {**inherited, **_object(data["text_config"], f"{source}: text_config")}
+            text = _read(TextConfig, text_data, f"{source}: text_config.", unknown)
+            known = {"text_config", "vision_config", "eos_token_id", "audio_config"} | _IGNORED
+            unknown += [key for key in data if key not in known]
+        else:
+            text = _read(TextConfig, data, f"{source}: ", unknown)
         vision = None
         if data.get("vision_config") is not None:
-            vision = _read(VisionConfig, data["vision_config"], _ALIASES, "vision_config.", unknown, source)
-        if nested:
-            known = {"text_config", "vision_config", "image_token_id", "eos_token_id", "audio_config"} | _IGNORED
-            unknown += [key for key in data if key not in known]
+            vision_data = _object(data["vision_config"], f"{source}: vision_config")
+            vision = _read(VisionConfig, vision_data, f"{source}: vision_config.", unknown)
         if unknown:
             warnings.warn(f"{source}: unknown keys ignored: {', '.join(sorted(unknown))}", stacklevel=2)
         image_token_id = data.get("image_token_id", cls.image_token_id)
@@ -254,11 +223,7 @@ class InklingConfig:
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> "InklingConfig":
-        """Read `folder`/config.json.
-
-        Raises:
-            InputError: if the file is missing, is not JSON, or holds impossible values.
-        """
+        """Read `folder`/config.json. Raises InputError if it is missing, not JSON, or holds impossible values."""
         path = Path(folder) / "config.json"
         if not path.is_file():
             raise InputError(f"{path}: not found, expected a checkpoint folder with a config.json")
@@ -274,122 +239,94 @@ class InklingConfig:
         if self.vision is None:
             return {"architectures": ["Inkling2ForCausalLM"], **text}
         vision = {"model_type": "inkling2_vision", **asdict(self.vision), "hidden_act": "gelu"}
-        theta = vision.pop("rope_theta")
-        vision["rope_parameters"] = {"rope_theta": theta, "rope_type": "axial"}
+        vision["rope_parameters"] = {"rope_theta": vision.pop("rope_theta"), "rope_type": "axial"}
         vision["text_hidden_size"] = self.text.hidden_size
-        return {
-            "architectures": ["Inkling2ForConditionalGeneration"],
-            "model_type": "inkling2",
-            "image_token_id": self.image_token_id,
-            "text_config": text,
-            "vision_config": vision,
-        }
+        outer = {"architectures": ["Inkling2ForConditionalGeneration"], "model_type": "inkling2"}
+        return {**outer, "image_token_id": self.image_token_id, "text_config": text, "vision_config": vision}
 
 
-def _read(kind: type, data: Any, aliases: dict[str, str], prefix: str, unknown: list[str], source: str) -> Any:
-    """One dataclass from one JSON object: aliases resolved, constants checked, unknown keys collected."""
+def _object(data: Any, name: str) -> dict[str, Any]:
     if not isinstance(data, dict):
-        raise InputError(f"{source}: {prefix.rstrip('.')} is {data!r}, expected a JSON object")
-    names = {f.name: f for f in fields(kind)}
+        raise InputError(f"{name} is {data!r}, expected a JSON object")
+    return data
+
+
+def _read(kind: type, data: dict[str, Any], prefix: str, unknown: list[str]) -> Any:
+    """One dataclass from one JSON object: spellings resolved, constants checked, unknown keys collected."""
+    names = {f.name for f in fields(kind)}
     values: dict[str, Any] = {}
     for key, value in data.items():
-        name = key if key in names else aliases.get(key, key)
+        name = key if key in names else _ALIASES.get(key, key)
         if key in _CONSTANTS and value not in _CONSTANTS[key]:
-            raise InputError(f"{source}: {prefix}{key} is {value!r}, this model needs {_CONSTANTS[key][0]!r}")
+            raise InputError(f"{prefix}{key} is {value!r}, this model needs {_CONSTANTS[key][0]!r}")
         if name in names:
             if name in values and values[name] != value:
-                raise InputError(f"{source}: {prefix}{name} is given twice, as {values[name]!r} and as {value!r}")
-            # null in a released config means "the default"
-            if value is not None or names[name].default is None or name == "eos_token_id":
+                raise InputError(f"{prefix}{name} is given twice, as {values[name]!r} and as {value!r}")
+            if value is not None or name == "eos_token_id":  # null means "the default", but no end of text is a choice
                 values[name] = value
-        elif key not in _IGNORED and key not in _CONSTANTS and key != "image_token_id":
-            unknown.append(prefix + key)
+        elif key not in _IGNORED and key not in _CONSTANTS:
+            unknown.append(prefix.partition(": ")[2] + key)
     if kind is TextConfig:
+        if not isinstance(values.get("layer_types", []), list):
+            raise InputError(f"{prefix}layer_types is {values['layer_types']!r}, expected a list")
         if "layer_types" in values:
-            if not isinstance(values["layer_types"], list):
-                raise InputError(f"{source}: {prefix}layer_types is {values['layer_types']!r}, expected a list")
-            values["layer_types"] = [_LAYER_TYPE_ALIASES.get(str(t), t) for t in values["layer_types"]]
-        elif data.get("local_layer_ids") is not None:
-            layers = values.get("num_hidden_layers", names["num_hidden_layers"].default)
-            local = data["local_layer_ids"]
-            if (
-                not isinstance(layers, int)
-                or not isinstance(local, list)
-                or any(not isinstance(i, int) or not 0 <= i < layers for i in local)
-            ):
-                raise InputError(f"{source}: {prefix}local_layer_ids must be layer numbers below {layers}")
-            values["layer_types"] = [SLIDING if i in set(local) else FULL for i in range(layers)]
-        # A released config that gives only the real vocabulary has no padded rows; the reverse holds too.
-        if "vocab_size" in values and "unpadded_vocab_size" not in values:
-            values["unpadded_vocab_size"] = values["vocab_size"]
+            values["layer_types"] = [_ALIASES.get(str(t), t) for t in values["layer_types"]]
+        elif (local := data.get("local_layer_ids")) is not None:
+            layers = values.get("num_hidden_layers", kind.num_hidden_layers)
+            possible = range(layers) if isinstance(layers, int) else []
+            if not isinstance(local, list) or any(i not in possible for i in local):
+                raise InputError(f"{prefix}local_layer_ids must be layer numbers below {layers}")
+            values["layer_types"] = [SLIDING if i in local else FULL for i in possible]
+        if "vocab_size" in values:
+            values.setdefault("unpadded_vocab_size", values["vocab_size"])
     else:
-        rope, ratio = data.get("rope_parameters") or {}, data.get("mlp_ratio") or 4
-        if not isinstance(rope, dict):
-            raise InputError(f"{source}: {prefix}rope_parameters is {rope!r}, expected a JSON object")
-        if rope.get("rope_theta") is not None:
-            values["rope_theta"] = rope["rope_theta"]
-        if "intermediate_size" not in values and isinstance(values.get("hidden_size"), int):
-            if not isinstance(ratio, (int, float)) or not 0 < ratio < math.inf:
-                raise InputError(f"{source}: {prefix}mlp_ratio is {ratio!r}, expected a positive number")
-            values["intermediate_size"] = int(values["hidden_size"] * ratio)
+        rope = _object(data.get("rope_parameters") or {}, f"{prefix}rope_parameters")
+        if (theta := rope.get("rope_theta", data.get("rope_theta"))) is not None:
+            values["rope_theta"] = theta
+        width, ratio = values.get("hidden_size"), data.get("mlp_ratio") or 4
+        if isinstance(width, int) and isinstance(ratio, (int, float)):
+            values.setdefault("intermediate_size", int(width * ratio))
     try:
         return kind(**values)
     except InputError as error:
-        raise InputError(f"{source}: {str(error).removeprefix('config: ')}") from None
+        raise InputError(str(error).replace("config: ", prefix, 1)) from None
 
 
-def _check_numbers(config: Any, problems: list[str]) -> None:
-    """Every integer field positive, every float field positive and finite."""
+def _check(config: Any, impossible_relations: Callable[[Any], Iterator[str]]) -> None:
+    """One error that names every impossible value: integers and floats must be positive, relations possible."""
+    problems = []
     for f in fields(config):
         value = getattr(config, f.name)
-        if f.default is MISSING or f.name == "eos_token_id":
-            continue
-        if f.type is int:
-            if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-                problems.append(f"{f.name} is {value!r}, expected a positive integer")
-        elif isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        if f.type is int and (type(value) is not int or value <= 0):
+            problems.append(f"{f.name} is {value!r}, expected a positive integer")
+        if f.type is float and (type(value) not in (int, float) or not 0 < value < math.inf):
             problems.append(f"{f.name} is {value!r}, expected a positive number")
+    problems = problems or list(impossible_relations(config))  # relations need sound numbers
+    if problems:
+        raise InputError("config: " + "; ".join(problems))
 
 
-def _check_text(c: TextConfig) -> list[str]:
-    problems: list[str] = []
-    _check_numbers(c, problems)
-    if problems:  # the relations below need sound numbers
-        return problems
+def _impossible_text(c: TextConfig) -> Iterator[str]:
     for prefix in ("", "swa_"):
         heads, kv_heads = getattr(c, f"{prefix}num_attention_heads"), getattr(c, f"{prefix}num_key_value_heads")
         if heads % kv_heads:
-            problems.append(
-                f"{prefix}num_attention_heads {heads} is not divisible by {prefix}num_key_value_heads {kv_heads}"
-            )
+            yield f"{prefix}num_attention_heads {heads} is not divisible by {prefix}num_key_value_heads {kv_heads}"
     if c.num_experts_per_tok > c.n_routed_experts:
-        problems.append(f"num_experts_per_tok {c.num_experts_per_tok} exceeds n_routed_experts {c.n_routed_experts}")
+        yield f"num_experts_per_tok {c.num_experts_per_tok} exceeds n_routed_experts {c.n_routed_experts}"
     if c.unpadded_vocab_size > c.vocab_size:
-        problems.append(f"unpadded_vocab_size {c.unpadded_vocab_size} exceeds vocab_size {c.vocab_size}")
+        yield f"unpadded_vocab_size {c.unpadded_vocab_size} exceeds vocab_size {c.vocab_size}"
     for i, kind in enumerate(c.layer_types):
         if kind not in (SLIDING, FULL):
-            problems.append(f"layer_types[{i}] is {kind!r}, expected {SLIDING!r} or {FULL!r}")
+            yield f"layer_types[{i}] is {kind!r}, expected {SLIDING!r} or {FULL!r}"
     if len(c.layer_types) != c.num_hidden_layers:
-        problems.append(f"layer_types has {len(c.layer_types)} entries, num_hidden_layers is {c.num_hidden_layers}")
-    eos = c.eos_token_id if isinstance(c.eos_token_id, list) else [c.eos_token_id]
-    if any(e is not None and (not isinstance(e, int) or not 0 <= e < c.vocab_size) for e in eos):
-        problems.append(f"eos_token_id is {c.eos_token_id!r}, expected ids below vocab_size {c.vocab_size}")
-    return problems
+        yield f"layer_types has {len(c.layer_types)} entries, num_hidden_layers is {c.num_hidden_layers}"
+    ends = c.eos_token_id if isinstance(c.eos_token_id, list) else [c.eos_token_id]
+    if any(e is not None and (type(e) is not int or not 0 <= e < c.vocab_size) for e in ends):
+        yield f"eos_token_id is {c.eos_token_id!r}, expected ids below vocab_size {c.vocab_size}"
 
 
-def _check_vision(c: VisionConfig) -> list[str]:
-    problems: list[str] = []
-    _check_numbers(c, problems)
-    if problems:
-        return problems
+def _impossible_vision(c: VisionConfig) -> Iterator[str]:
     if c.hidden_size % c.num_attention_heads:
-        problems.append(f"hidden_size {c.hidden_size} is not divisible by num_attention_heads {c.num_attention_heads}")
-    elif (c.hidden_size // c.num_attention_heads) % 4:
-        head = c.hidden_size // c.num_attention_heads
-        problems.append(f"the vision head size {head} (hidden_size / num_attention_heads) must be divisible by 4")
-    return problems
-
-
-def _raise_all(problems: list[str]) -> None:
-    if problems:
-        raise InputError("config: " + "; ".join(problems))
+        yield f"hidden_size {c.hidden_size} is not divisible by num_attention_heads {c.num_attention_heads}"
+    elif (head := c.hidden_size // c.num_attention_heads) % 4:
+        yield f"the vision head size {head} (hidden_size / num_attention_heads) must be divisible by 4"

@@ -77,13 +77,11 @@ class DecoderLayer(nn.Module):
         weights = [norm.weight for norm in norms]
         inputs = self.ops.mix_and_norm(depth.sources(), attention_queries, weights, self.eps, dtype)
         x_q, x_k, x_v = inputs * 3 if self.is_sliding else inputs
-        y = self.attn(x_q, x_k, x_v, step, cache)
-        y = self.attn_sconv(y, step, cache and cache.attention_conv)
+        y = self.attn_sconv(self.attn(x_q, x_k, x_v, step, cache), step, cache and cache.attention_conv)
 
         depth = (depth.close_block() if self.starts_block else depth).add(y)
         (h,) = self.ops.mix_and_norm(depth.sources(), mlp_query, [self.mlp_norm.weight], self.eps, dtype)
-        z = self.mlp(h)
-        z = self.mlp_sconv(z, step, cache and cache.mlp_conv)
+        z = self.mlp_sconv(self.mlp(h), step, cache and cache.mlp_conv)
         return depth.add(z).round(dtype)
 
 
@@ -158,8 +156,7 @@ class Inkling(nn.Module):
     def quantize_activations(self, enabled: bool = True) -> "Inkling":
         """Fake-quantise what enters the experts' products, in the format of each layer's stored weights."""
         fake = {"nvfp4": fake_nvfp4, "mxfp8": fake_mxfp8, "bf16": None}
-        for layer in self.llm.layers:
-            experts = layer.mlp.experts
+        for experts in (layer.mlp.experts for layer in self.llm.layers):
             experts.quantize = fake[experts.stored_format] if enabled else None
         return self
 
@@ -174,11 +171,7 @@ class Inkling(nn.Module):
     def image_features(
         self, pixel_values: Float[Tensor, "tiles p p 3"], image_grid_thw: Int[Tensor, "images 3"]
     ) -> Float[Tensor, "tiles D"]:
-        """One feature per image tile, images in order.
-
-        Raises:
-            InputError: if the model has no image encoder.
-        """
+        """One feature per image tile, images in order. Raises InputError if the model has no image encoder."""
         if self.visual is None:
             raise InputError("pixel_values: this model has no image encoder (its config has no vision_config)")
         return self.visual(pixel_values, image_grid_thw)
@@ -207,9 +200,7 @@ class Inkling(nn.Module):
             image_features: instead of pixel_values, features computed before (chunked prefill).
             logits_to_keep: only the last n positions' logits; 0 = all.
 
-        Raises:
-            InputError: naming an id out of range, a shape that does not fit, or image features that do not match
-                the image tokens.
+        Raises InputError naming an id out of range, a shape that does not fit, or unequal tile and token counts.
         """
         _check_inputs(self.config, input_ids, cache, attention_mask, document_ids)
         if pixel_values is not None:
@@ -233,8 +224,7 @@ class Inkling(nn.Module):
         if cache is not None:
             cache.commit(counts)
         if order is not None:
-            real = torch.arange(T, device=order.device) < torch.tensor(counts, device=order.device)[:, None]
-            hidden = torch.where(real[..., None], hidden, 0)
+            hidden = torch.where(_before(counts, input_ids)[..., None], hidden, 0)
             hidden = hidden.gather(1, order.argsort(dim=1)[..., None].expand_as(hidden))
         return Output(self.llm.logits(hidden[:, -logits_to_keep:]), hidden)
 
@@ -245,27 +235,24 @@ class Inkling(nn.Module):
         if self.visual is None or (features is None and cache is not None and cache.length > 0):
             return e  # while decoding, a sampled image token is a token like any other
         places = input_ids == self.config.image_token_id
-        if min(counts) < input_ids.shape[1]:
-            index = torch.arange(input_ids.shape[1], device=e.device)
-            places = places & (index < torch.tensor(counts, device=e.device)[:, None])
+        places = places & _before(counts, places)
         wanted, given = int(places.sum()), 0 if features is None else features.shape[0]
         if wanted != given:
             raise InputError(f"images: the text has {wanted} image tokens, the images have {given} tiles")
         return e if features is None else e.masked_scatter(places[..., None], features.to(e.dtype))
 
 
+def _before(counts: list[int], like: Tensor) -> Bool[Tensor, "B T"]:
+    """True for the first counts[b] positions of row b."""
+    return torch.arange(like.shape[1], device=like.device) < torch.tensor(counts, device=like.device)[:, None]
+
+
 def _check_inputs(
-    config: InklingConfig,
-    input_ids: Tensor,
-    cache: Cache | None,
-    attention_mask: Tensor | None,
-    document_ids: Tensor | None,
+    config: InklingConfig, input_ids: Tensor, cache: Cache | None, mask: Tensor | None, document_ids: Tensor | None
 ) -> None:
     if input_ids.dim() != 2 or input_ids.dtype not in (torch.int32, torch.int64) or input_ids.numel() == 0:
-        raise InputError(
-            f"input_ids: {input_ids.dtype} of shape {tuple(input_ids.shape)}, expected integers [B, T], not empty"
-        )
-    for name, t in (("attention_mask", attention_mask), ("document_ids", document_ids)):
+        raise InputError(f"input_ids: {input_ids.dtype} {tuple(input_ids.shape)}, expected integers [B, T], not empty")
+    for name, t in (("attention_mask", mask), ("document_ids", document_ids)):
         if t is not None and t.shape != input_ids.shape:
             raise InputError(f"{name}: shape {tuple(t.shape)}, expected that of input_ids {tuple(input_ids.shape)}")
     used = config.text.unpadded_vocab_size
@@ -274,5 +261,5 @@ def _check_inputs(
         raise InputError(f"input_ids: token id {low if low < 0 else high}, expected 0 <= id < {used}")
     if cache is not None and len(cache.lengths) != input_ids.shape[0]:
         raise InputError(f"cache: made for {len(cache.lengths)} rows, input_ids has {input_ids.shape[0]}")
-    if document_ids is not None and (cache is not None or attention_mask is not None):
+    if document_ids is not None and (cache is not None or mask is not None):
         raise InputError("document_ids: packed documents take neither a cache nor an attention_mask")
