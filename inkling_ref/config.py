@@ -1,7 +1,7 @@
 """Configuration: every size and constant of the model, under the key that the released config.json uses.
 
-The package docstring's letters: D hidden_size, L num_hidden_layers, R d_rel, X rel_extent, W sliding_window_size (window
-and bias extent of sliding layers), E n_routed_experts, k num_experts_per_tok, I moe_intermediate_size, K
+The package docstring's letters: D hidden_size, L num_hidden_layers, R d_rel, X rel_extent, W sliding_window_size
+(window and bias extent of sliding layers), E n_routed_experts, k num_experts_per_tok, I moe_intermediate_size, K
 conv_kernel_size, V vocab_size (stored rows) and unpadded_vocab_size (rows used). H, G, d: num_attention_heads,
 num_key_value_heads, head_dim of full layers; of sliding layers with the prefix swa_.
 """
