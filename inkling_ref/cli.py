@@ -86,8 +86,9 @@ def ask(
     from . import generation
     from .chat import END_OF_TEXT, END_SAMPLING, StreamParser, Tokenizer, render
     from .config import InklingConfig
+    from .measure.cost import parameters
 
-    # Everything that can be wrong with the request is found before the weights are read.
+    # A wrong folder, picture or message is found before the weights are read.
     config, tokenizer = InklingConfig.from_pretrained(checkpoint), Tokenizer.from_pretrained(checkpoint)
     prompt = render(messages, tokenizer, effort=_effort(effort), config=config)
 
@@ -109,47 +110,43 @@ def ask(
     parser, printer = StreamParser(tokenizer), _Printer()
     for (token,) in stream:
         for delta in parser.feed(token):
-            printer.show(delta.kind, delta.text)
+            printer.show(delta)
     for delta in parser.finish():
-        printer.show(delta.kind, delta.text)
+        printer.show(delta)
     printer.end()
 
     stats, (reason,) = stream.result.stats, stream.result.stop_reason
-    count = sum(p.numel() for p in model.parameters())
     speed = (stats.new_tokens - 1) / stats.decode_seconds if stats.decode_seconds else 0.0
+    size = _count(parameters(config).total())
     _note(
-        f"{checkpoint.resolve().name}, {_count(count)} parameters | loaded in {load_seconds:.2f} s | "
+        f"{checkpoint.resolve().name}, {size} parameters | loaded in {load_seconds:.2f} s | "
         f"{stats.prompt_tokens} tokens read in {stats.prefill_seconds:.2f} s | "
         f"{stats.new_tokens} written, {speed:.0f} tokens/s" + ("" if reason == "eos" else f" | cut: {reason}")
     )
 
 
 class _Printer:
-    """Text to stdout as it comes; thinking, dimmed, to stderr. A new kind of block begins a new line."""
+    """Text to stdout as it comes; thinking, dimmed, to stderr. Every block begins a new line."""
 
     def __init__(self) -> None:
         from rich.console import Console
 
         self.aside = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
-        self.kind: str | None = None
+        self.block: Any = None  # the one that is being written
         sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode still gets its answer
 
-    def show(self, kind: str, text: str) -> None:
-        if kind != self.kind:
+    def show(self, delta: Any) -> None:
+        if delta.block is not self.block:
             self.end()
-            self.kind = kind
-        if kind == "thinking":
-            self.aside.print(text, style="dim", end="")
+            self.block = delta.block
+        if delta.kind == "thinking":
+            self.aside.print(delta.text, style="dim", end="")
         else:
-            sys.stdout.write(text)
-            sys.stdout.flush()
+            print(delta.text, end="", flush=True)
 
     def end(self) -> None:
-        if self.kind == "thinking":
-            self.aside.print()
-        elif self.kind is not None:
-            sys.stdout.write("\n")
-            sys.stdout.flush()
+        if self.block is not None:
+            print(file=sys.stderr if self.block.kind == "thinking" else sys.stdout, flush=True)
 
 
 def _dtype(device: str) -> Any:
@@ -165,6 +162,20 @@ def _effort(text: str) -> float | str:
         return float(text)
     except ValueError:
         return text  # a name, which `render` checks
+
+
+@app.command("train-nano")
+def train_nano(
+    out: Annotated[Path, typer.Argument(help="Folder for the checkpoint.")],
+    minutes: Annotated[float, typer.Option(help="Of training; compiling and writing come on top.")] = 8.0,
+    device: Annotated[Literal["cpu", "cuda"] | None, typer.Option(help="Default: a GPU if there is one.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the weights and the data.")] = 0,
+    preset: Annotated[Literal["nano", "mini"] | None, typer.Option(help="Default: mini on a CPU.")] = None,
+) -> None:
+    """Train a nano from nothing, on the small world's endless pictures, stories and sums."""
+    from .nano import train
+
+    train.main(out, minutes=minutes, device=device, seed=seed, preset_name=preset)
 
 
 @app.command()

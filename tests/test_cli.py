@@ -90,6 +90,12 @@ def test_only_the_answer_goes_to_stdout(capsys, folder, reply):
     )
 
 
+def test_every_block_begins_a_new_line(capsys, folder, reply):
+    reply(*ANSWER[:-1], chat.MESSAGE_MODEL, *THOUGHT, *ANSWER)
+    status, out, _ = run(capsys, "ask", "what?", "--checkpoint", folder)
+    assert (status, out) == (0, "the red circle 😀\n" * 2)
+
+
 def test_a_cut_reply_says_so(capsys, folder, reply):
     reply(chat.CONTENT_TEXT, "the red", reason="length")
     status, out, err = run(capsys, "ask", "what?", "--checkpoint", folder)

@@ -14,7 +14,7 @@ IMAGE_ENCODER_BYTES = 2 * cost.parameters(SMALL)["vision"]
 def test_small_has_594e9_parameters_of_which_17e9_are_active():
     assert round(cost.parameters(SMALL).total() / 1e9) == 594
     active = cost.active_parameters(SMALL)
-    assert round((active.total() - active["embedding"] - active["unembedding"]) / 1e9) == 17
+    assert round(cost.in_layers(active) / 1e9) == 17
     assert round((active.total() - active["embedding"]) / 1e9, 2) == 17.95
 
 
@@ -43,15 +43,15 @@ def test_weights_of_a_rank(ranks, experts, whole):
     ids=["whole", "TP4", "TP8"],
 )
 def test_cache_of_one_sequence_of_1048576_tokens(tp, kib_per_token, sliding_mb, conv_mb, total_gb):
-    cache = cost.cache_bytes(SMALL, 1048576, tp)
-    assert cache.per_token == kib_per_token * 1024
-    assert round(cache.sliding / 1e6) == sliding_mb
-    assert round(cache.convolutions / 1e6, 2) == conv_mb
-    assert round(cache.total / 1e9, 2) == total_gb
+    cache, shorter = (cost.cache_bytes(SMALL, n, tp) for n in (1048576, 1048575))
+    assert cache.total() - shorter.total() == kib_per_token * 1024
+    assert round(cache["sliding layers"] / 1e6) == sliding_mb
+    assert round(cache["convolution states"] / 1e6, 2) == conv_mb
+    assert round(cache.total() / 1e9, 2) == total_gb
 
 
 def test_sliding_cache_stops_growing_at_window_minus_one():
-    sizes = [cost.cache_bytes(SMALL, n).sliding for n in (0, 1, 1022, 1023, 1024, 5000)]
+    sizes = [cost.cache_bytes(SMALL, n)["sliding layers"] for n in (0, 1, 1022, 1023, 1024, 5000)]
     assert sizes[0] == 0
     assert sizes[2] == 1022 * sizes[1]
     assert sizes[3:] == [1023 * sizes[1]] * 3
