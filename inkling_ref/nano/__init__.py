@@ -32,12 +32,12 @@ What training reads (rows.py)
       tiles    uint8 [n_tiles, 40, 40, 3]  pixel levels of all pictures of the batch, in the order of the placeholders
                                        when `ids` is read row by row: feature i belongs to the i-th placeholder
       extents  uint8 [n_tiles, 2]      rows and columns of a tile that lie inside its picture; the rest is padding,
-                                       whose level is -1, not 0: pixel_values = (where(inside, tiles, -1) - 127.5) / 127.5
+                                       whose level is -1, not 0: (where(inside, tiles, -1) - 127.5) / 127.5
       grids    int32 [n_images, 2]     rows and columns of each picture in tiles, pictures in the same order
       objects  int32 [n_objects, 3]    (tile, colour, shape) of every object's centre, indices into the batch's tiles
-                                       and into scenes.COLOURS and scenes.SHAPES, for an auxiliary loss on image features
+                                       and into scenes.COLOURS and scenes.SHAPES, for an auxiliary loss
 
-    Bounds for static shapes (checked when a batch is made):
+    Bounds for static shapes:
       short_batch(rows=r): pictures only in the first 5r/8 rows; the first 3r/16 of these hold two, the others one,
           so exactly 13r/16 pictures (208 of 256 rows); at most SHORT_TILES = 30 tiles a picture.
       long_batch(rows=r):  at most LONG_TILES = 96 tiles a picture, at most
@@ -53,7 +53,7 @@ What evaluation reads (tasks.py)
     Example.thinking   text of the thinking block that a right reply starts with, or None
     Example.conversation  for teacher forcing: `rows.encode(example.conversation, encoder)` -> Row(ids, targets, ...);
                        the ANSWER targets are exactly the reply to generate
-    Names: colour, shape, count, position, yes_no, size, caption, story, retrieval_100, retrieval_2000,
+    Names: colour, shape, count, position, yes_no, size, caption, two_pictures, story, retrieval_100, retrieval_2000,
            retrieval_4000, sum_direct, sum_thinking, talk.
 
 Vocabulary: 1536 ids: 1520 of text, then the 16 markers of `vocabulary.MARKERS`, of which the last, id 1535, is the

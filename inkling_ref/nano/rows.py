@@ -275,8 +275,14 @@ def _long_pictures(rng: Random, think: bool, most: int) -> Iterator[Turn]:
 
 
 def _stories(rng: Random, sentences: tuple[int, int]) -> Iterator[Turn]:
+    taken: set[str] = set()
+    kinds = stories.KINDS
     while True:
-        yield from _pairs(stories.story_turns(rng, rng.randint(*sentences), rng.randint(2, 5)))
+        yield from _pairs(
+            stories.story_turns(rng, rng.randint(*sentences), rng.randint(2, 5), taken=taken, kinds=kinds)
+        )
+        # an earlier story may know what this one does not tell
+        kinds = [kind for kind in stories.KINDS if kind not in ("unknown", "who in")]
 
 
 def _retrieval(rng: Random, tokens: tuple[int, int], keys: tuple[int, int], encoder: Encoder) -> Iterator[Turn]:
@@ -301,7 +307,7 @@ def _running(rng: Random) -> Iterator[Turn]:
 
 def _mixed(rng: Random, think: bool, tiles: int, encoder: Encoder) -> Iterator[Turn]:
     """A bit of everything, one after the other; pictures of at most `tiles` tiles, none if 0."""
-    pictures = 0
+    pictures, taken = 0, set()
     for i in count():
         kind = rng.choice(("picture", "story", "sum", "aside", "retrieval", "aside"))
         if kind == "picture" and tiles and pictures < PICTURES_PER_2048:
@@ -311,7 +317,7 @@ def _mixed(rng: Random, think: bool, tiles: int, encoder: Encoder) -> Iterator[T
                 yield Turn(_with_pictures(rng, new, question.text) if new else [question.text], question.answer)
                 new = []
         elif kind == "story":
-            yield from _pairs(stories.story_turns(rng, rng.randint(3, 5), rng.randint(1, 3)))
+            yield from _pairs(stories.story_turns(rng, rng.randint(3, 5), rng.randint(1, 3), taken=taken))
         elif kind == "retrieval":
             yield from _pairs(retrieval.retrieval_turns(rng, rng.randint(20, 60), rng.randint(1, 3), 2, encoder.length))
         elif kind == "sum":

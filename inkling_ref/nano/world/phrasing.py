@@ -5,7 +5,6 @@ one, fills it, and now and then changes the spelling, the case, the punctuation 
 answer never depends on any of this.
 """
 
-import re
 from collections.abc import Sequence
 from random import Random
 
@@ -29,7 +28,7 @@ def say(rng: Random, templates: Sequence[str], leads: Sequence[str] = QUESTION_L
     """
     template = rng.choice(templates)
     restyle = rng.random()
-    if restyle < 0.12:
+    if restyle < 0.12 and not template.startswith("I "):
         lead = rng.choice(REQUEST_LEADS if template.endswith(".") else leads)
         template = lead + (template[0].lower() + template[1:] if not template.startswith("{") else template)
     elif restyle < 0.37:
@@ -63,11 +62,3 @@ def a_or_an(noun: str) -> str:
 def join(parts: Sequence[str]) -> str:
     """`a, b and c`."""
     return parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]
-
-
-_FIRST_LETTER = re.compile(r"[a-z]")
-
-
-def capital(text: str) -> str:
-    """The text with its first letter, if it is a small one, made a capital."""
-    return text[:1].upper() + text[1:] if _FIRST_LETTER.match(text) else text

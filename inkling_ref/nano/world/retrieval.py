@@ -8,8 +8,8 @@ from .questions import UNKNOWN
 from .stories import NAMES, PLACES, THINGS, Story, make_story, new_name
 
 ADJECTIVES = words(
-    "red blue green yellow black white old new big small round dark cold warm heavy light quiet golden silver wooden broken "
-    "clean dusty empty secret"
+    "red blue green yellow black white old new big small round dark cold warm heavy light quiet golden silver "
+    "wooden broken clean dusty empty secret"
 )
 LABELS = ("code", "code", "code", "number", "password", "pin")
 FACTS = (

@@ -42,8 +42,10 @@ GAP = 2.0  # least pixels between two things and to the picture's border
 
 @dataclass(slots=True)
 class Thing:
-    """One shape. x, y: centre of its bounding box; size: longest side before rotation; half_width, half_height: of the
-    bounding box; outline: polygon around (x, y), already rotated; style: fill, lined (thin dark or light line) or hollow.
+    """One shape.
+
+    size: longest side before rotation; polygon: its outline around (x, y), already rotated; half_width, half_height:
+    of the bounding box, lines included; x, y: its centre; style: fill, lined (a thin dark or light line) or hollow.
     """
 
     shape: str
@@ -71,7 +73,7 @@ class Background:
     first: RGB
     second: RGB | None = None
     direction: tuple[float, float] = (1.0, 0.0)
-    pattern: str | None = None  # stripes, checks or dots
+    pattern: str | None = None  # rows, columns, checks or diagonals
     period: int = 8
     depth: int = 0  # levels that the pattern adds
     noise: int = 0  # levels, standard deviation
@@ -81,11 +83,13 @@ class Background:
 
 @dataclass(slots=True)
 class Scene:
+    """things do not overlap; smooth: drawn anti-aliased."""
+
     width: int
     height: int
     background: Background
     things: list[Thing]
-    smooth: bool  # anti-aliased
+    smooth: bool
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -208,7 +212,7 @@ def _palette(rng: Random, background: Background) -> list[tuple[str, RGB]]:
 
 
 def _sizes(rng: Random, width: int, height: int, number: int) -> list[float]:
-    """Longest sides: the small and large ones that size questions ask about, or any size that the picture has room for."""
+    """Longest sides: small and large ones, as size questions want them, or any size that the picture has room for."""
     side = min(width, height)
     if side < 56 or rng.random() < (0.3 if width * height > 40000 else 0.65):
         return [
@@ -368,13 +372,13 @@ def _paint(background: Background, width: int, height: int) -> np.ndarray:
     return np.clip(levels, 0, 255).astype(np.uint8)
 
 
-def _stamp(image: Image.Image, thing: Thing, polygon: np.ndarray | None, line: float, rgb: RGB, scale: int) -> None:
-    """Paste one colour through a mask: the filled polygon, or with `line` its contour, drawn `scale` times larger."""
+def _stamp(image: Image.Image, thing: Thing, line: float, rgb: RGB, scale: int) -> None:
+    """Paste one colour through a mask: the filled polygon, or if `line` its contour, drawn `scale` times larger."""
     x0, y0 = math.floor(thing.x - thing.half_width) - 1, math.floor(thing.y - thing.half_height) - 1
     x1, y1 = math.ceil(thing.x + thing.half_width) + 1, math.ceil(thing.y + thing.half_height) + 1
     mask = Image.new("L", ((x1 - x0) * scale, (y1 - y0) * scale))
     # Pillow's coordinates name pixel centres
-    corners = [tuple(p) for p in ((polygon + (thing.x - x0, thing.y - y0)) * scale - 0.5).tolist()]
+    corners = [((x + thing.x - x0) * scale - 0.5, (y + thing.y - y0) * scale - 0.5) for x, y in thing.polygon.tolist()]
     pen = ImageDraw.Draw(mask)
     if line:
         width = max(1, round(line * scale))
@@ -400,9 +404,9 @@ def draw(scene: Scene) -> np.ndarray:
     for thing in scene.things:
         scale = 1 if not scene.smooth else 4 if thing.size < 60 else 2
         if thing.style != "hollow":
-            _stamp(image, thing, thing.polygon, 0.0, thing.rgb, scale)
+            _stamp(image, thing, 0.0, thing.rgb, scale)
         if thing.line:
-            _stamp(image, thing, thing.polygon, thing.line, thing.line_rgb, scale)
+            _stamp(image, thing, thing.line, thing.line_rgb, scale)
     levels = np.asarray(image)
     if background.noise and background.noise_over_all:
         levels = _add_noise(levels, background)

@@ -5,29 +5,35 @@ question may need two steps: the key is where its holder is. Names come from a l
 new ones, or, on held-out seeds only, from a second list that training never sees.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from .phrasing import a_or_an, capital, join, say, words
+from .phrasing import a_or_an, join, say, words
 from .questions import UNKNOWN
 
 NAMES = words(
-    "Tom Anna Ben Mary Paul Lucy Max Nina Sam Emma Leo Clara Jack Ruth Carl Julia Adam Laura David Sarah Peter Alice John Kate "
-    "Mark Ella Simon Rosa Hugo Iris Oscar Maria Felix Jane Noah Lily Henry Eva Finn Mia Daniel Sofia Omar Zoe"
+    "Tom Anna Ben Mary Paul Lucy Max Nina Sam Emma Leo Clara Jack Ruth Carl Julia Adam Laura David Sarah Peter "
+    "Alice John Kate Mark Ella Simon Rosa Hugo Iris Oscar Maria Felix Jane Noah Lily Henry Eva Finn Mia Daniel "
+    "Sofia Omar Zoe"
 )
 HELD_OUT_NAMES = words(
-    "Robert Helen Victor Grace Martin Olga Philip Dora Edgar Wendy Bruno Flora Gavin Yusuf Ingrid Kevin Naomi Quentin Tessa "
-    "Ursula Walter Xenia Ahmed Bianca Cedric Dmitri Esther Fatima Gordon Hannah"
+    "Robert Helen Victor Grace Martin Olga Philip Dora Edgar Wendy Bruno Flora Gavin Yusuf Ingrid Kevin Naomi "
+    "Quentin Tessa Ursula Walter Xenia Ahmed Bianca Cedric Dmitri Esther Fatima Gordon Hannah"
 )
-PLACES = words(
-    "kitchen garden park school shop office station library beach barn attic cellar bathroom bedroom hall forest market "
-    "museum hotel garage church tower castle cafe bakery hospital theatre harbour village street field yard cinema bank "
-    "tent cave house classroom"
-) + ("living room", "dining room")
+PLACES = (
+    *words(
+        "kitchen garden park school shop office station library beach barn attic cellar bathroom bedroom hall forest "
+        "market museum hotel garage church tower castle cafe bakery hospital theatre harbour village street field "
+        "yard cinema bank tent cave house classroom"
+    ),
+    "living room",
+    "dining room",
+)
 THINGS = words(
-    "key ball book apple lamp cup hat map coin ring drum kite bag box pen letter phone clock spoon knife plate bottle coat shoe "
-    "scarf umbrella candle rope hammer violin piano guitar basket cake cheese orange egg banana newspaper camera "
-    "watch doll ticket bike football mirror brush glove pencil wallet flower sandwich"
+    "key ball book apple lamp cup hat map coin ring drum kite bag box pen letter phone clock spoon knife plate "
+    "bottle coat shoe scarf umbrella candle rope hammer violin piano guitar basket cake cheese orange egg banana "
+    "newspaper camera watch doll ticket bike football mirror brush glove pencil wallet flower sandwich"
 )
 ADJECTIVES = ("red", "blue", "green", "old", "new", "big", "small", "yellow", "black", "white")
 
@@ -40,7 +46,8 @@ STAYS = (
 GOES = (
     ("goes to", "went to"), ("goes to", "went to"), ("walks to", "walked to"), ("runs to", "ran to"),
     ("moves to", "moved to"), ("hurries to", "hurried to"), ("travels to", "travelled to"), ("comes to", "came to"),
-    ("returns to", "returned to"), ("goes back to", "went back to"), ("drives to", "drove to"), ("heads to", "headed to"),
+    ("returns to", "returned to"), ("goes back to", "went back to"), ("drives to", "drove to"),
+    ("heads to", "headed to"),
     ("enters", "entered"), ("rides to", "rode to"), ("walks into", "walked into"), ("arrives at", "arrived at"),
 )  # fmt: skip
 TAKES = (
@@ -208,11 +215,8 @@ class Story:
     def _event(self, who: str) -> str:
         rng = self.rng
         held = self.held_by(who)
-        free = [
-            t
-            for t in self.things
-            if t not in self.holder_of and self.lies_in.get(t, self.place_of.get(who)) == self.place_of.get(who)
-        ]
+        here = self.place_of.get(who)
+        free = [t for t in self.things if t not in self.holder_of and self.lies_in.get(t, here) == here]
         kinds = []
         if who not in self.place_of:
             kinds += ["stay"] * 4 + ["together"]
@@ -345,26 +349,34 @@ class Story:
 
 KINDS = (
     ["where person"] * 5 + ["who has"] * 4 + ["what has"] * 3 + ["where thing"] * 5
-    + ["who in", "is in", "has", "who gave", "unknown"]
+    + ["who in", "is in", "is in", "has", "has", "who gave", "unknown", "unknown"]
 )  # fmt: skip
 
 
-def _cast(rng: Random, number: int, held_out: bool) -> list[str]:
-    """Different names; half of all stories use listed ones, the others new ones or both."""
+def _cast(rng: Random, number: int, held_out: bool, taken: set[str]) -> list[str]:
+    """Different names, none of them taken; half of all stories use listed ones, the others new ones or both."""
     listed = HELD_OUT_NAMES if held_out else NAMES
     kind = rng.random()
     names: list[str] = []
     while len(names) < number:
         name = rng.choice(listed) if kind < 0.45 or (kind < 0.7 and rng.random() < 0.5) else new_name(rng)
-        if name not in names:
+        if name in names or name in taken:
+            name = new_name(rng)  # the list may be used up
+        if name not in names and name not in taken:
             names.append(name)
     return names
 
 
-def make_story(rng: Random, held_out: bool = False) -> tuple[Story, tuple[str, str]]:
-    """A story in which nothing has happened yet, and a person and a thing that will stay out of it."""
-    people = _cast(rng, rng.randint(2, 4) + 1, held_out)
-    nouns = rng.sample(THINGS, rng.randint(1, 4) + 1)
+def make_story(rng: Random, held_out: bool = False, taken: set[str] | None = None) -> tuple[Story, tuple[str, str]]:
+    """A story in which nothing has happened yet, and a person and a thing that will stay out of it.
+
+    taken: names and things of earlier stories, which this one leaves alone and adds its own to.
+    """
+    taken = set() if taken is None else taken
+    people = _cast(rng, rng.randint(2, 4) + 1, held_out, taken)
+    free = [thing for thing in THINGS if thing not in taken]
+    nouns = rng.sample(free if len(free) > 5 else THINGS, rng.randint(1, 4) + 1)
+    taken.update(people, nouns)
     if rng.random() < 0.12:
         nouns = [f"{rng.choice(ADJECTIVES)} {noun}" for noun in nouns]
         if len(nouns) > 2 and nouns[0].split()[0] != nouns[1].split()[0]:  # one noun, two adjectives
@@ -374,10 +386,15 @@ def make_story(rng: Random, held_out: bool = False) -> tuple[Story, tuple[str, s
 
 
 def story_turns(
-    rng: Random, sentences: int, questions: int, held_out: bool = False, kinds: list[str] = KINDS
+    rng: Random,
+    sentences: int,
+    questions: int,
+    held_out: bool = False,
+    taken: set[str] | None = None,
+    kinds: Sequence[str] = KINDS,
 ) -> list[tuple[str, str]]:
-    """(user text, answer) pairs: the story with its first question, then more questions, now and then after more story."""
-    story, strangers = make_story(rng, held_out)
+    """(user text, answer) pairs: the story with a question, then more questions, now and then after more story."""
+    story, strangers = make_story(rng, held_out, taken)
     text = " ".join(story.sentence() for _ in range(sentences))
     if rng.random() < 0.1:
         text = rng.choice(INTRO) + text
@@ -416,9 +433,11 @@ def _gap(rng: Random) -> str:
 def running_text(rng: Random, sentences: int) -> str:
     """A little story to tell, without questions."""
     story, _ = make_story(rng)
-    opening = rng.choice(("", "", "One day, ", "Once upon a time, ", "One morning, "))
     text = " ".join(story.sentence() for _ in range(sentences))
+    opening = rng.choice(("", "One day, ", "Once upon a time, ", "One morning, "))
+    if not text.startswith(tuple(story.people)):
+        opening = ""
     closing = rng.choice(
         ("", "", " The end.", " That is all.", f" {join(story.people)} {'were' if story.past else 'are'} happy.")
     )
-    return capital(opening + text) + closing
+    return opening + text + closing

@@ -23,14 +23,16 @@ SMALL_TALK: tuple[tuple[str, tuple[str, ...]], ...] = (
         "Hello!",
         (
             "Hello!", "Hello.", "Hi!", "Hi there!", "Hey!", "Hello there!", "Good morning!", "Good evening!",
-            "Good afternoon!", "Good day!", "Hi", "hey there", "Greetings!", "Hello, Inkling!", "Hi, nano!", "Hello, nano.",
+            "Good afternoon!", "Good day!", "Hi", "hey there", "Greetings!", "Hello, Inkling!", "Hi, nano!",
+            "Hello, nano.",
             "Hey Inkling", "Nice to meet you!", "hello again", "Welcome!", "Morning!", "Howdy!",
         ),
     ),
     (
         "I am fine, thank you.",
         (
-            "How are you?", "How are you today?", "How do you do?", "How is it going?", "Are you well?", "How do you feel?",
+            "How are you?", "How are you today?", "How do you do?", "How is it going?", "Are you well?",
+            "How do you feel?",
             "How are things?", "Hello, how are you?", "Hi, how are you?", "Are you OK?", "How's it going?", "You OK?",
         ),
     ),
@@ -55,7 +57,8 @@ SMALL_TALK: tuple[tuple[str, tuple[str, ...]], ...] = (
         "You are welcome.",
         (
             "Thank you!", "Thanks!", "Thank you.", "Thanks a lot!", "Thank you very much.", "Many thanks!", "Thanks",
-            "thank you so much", "Great, thanks!", "OK, thank you.", "That was helpful, thank you.", "Thanks for your help!",
+            "thank you so much", "Great, thanks!", "OK, thank you.", "That was helpful, thank you.",
+            "Thanks for your help!",
             "Good, thanks.", "thx", "Well done, thank you!",
         ),
     ),
@@ -69,26 +72,29 @@ SMALL_TALK: tuple[tuple[str, tuple[str, ...]], ...] = (
 )  # fmt: skip
 
 _LANDS = words(
-    "France Germany Italy Spain China Japan India Brazil Canada Egypt Peru Kenya Norway Poland Mexico Chile Cuba Greece "
-    "Turkey Russia Iran Nepal Ireland Sweden America England Africa Europe Asia Australia Portugal Austria"
+    "France Germany Italy Spain China Japan India Brazil Canada Egypt Peru Kenya Norway Poland Mexico Chile Cuba "
+    "Greece Turkey Russia Iran Nepal Ireland Sweden America England Africa Europe Asia Australia Portugal Austria"
 )
 _CITIES = words(
-    "Paris London Berlin Rome Madrid Tokyo Cairo Moscow Lima Oslo Vienna Boston Chicago Sydney Dublin Athens Prague Delhi"
+    "Paris London Berlin Rome Madrid Tokyo Cairo Moscow Lima Oslo Vienna Boston Chicago Sydney Dublin Athens "
+    "Prague Delhi"
 )
 _FAMOUS = words(
-    "Shakespeare Einstein Newton Mozart Napoleon Caesar Darwin Picasso Beethoven Plato Galileo Lincoln Columbus Bach Goethe "
-    "Cleopatra Gandhi Turing"
+    "Shakespeare Einstein Newton Mozart Napoleon Caesar Darwin Picasso Beethoven Plato Galileo Lincoln Columbus "
+    "Bach Goethe Cleopatra Gandhi Turing"
 )
 _MATTERS = words(
     "love time life music history gravity water money war peace art light energy science football chess weather "
-    "happiness electricity philosophy physics chemistry biology religion democracy evolution language coffee chocolate sleep"
+    "happiness electricity philosophy physics chemistry biology religion democracy evolution language coffee "
+    "chocolate sleep"
 )
 _BEASTS = words(
     "cats dogs whales bees spiders birds elephants sharks horses snakes penguins tigers lions ants owls wolves"
 )
 _STUFF = words(
-    "computer telescope car train airplane engine rocket bridge house volcano mountain planet star river ocean brain heart "
-    "battery microscope novel poem song film recipe cake pizza bread soup tea country king queen president city"
+    "computer telescope car train airplane engine rocket bridge house volcano mountain planet star river ocean "
+    "brain heart battery microscope novel poem song film recipe cake pizza bread soup tea country king queen "
+    "president city"
 )
 _TOO_HARD = (
     "What is the capital of {land}?", "Where is {land}?", "Where is {city}?", "How many people live in {land}?",
@@ -97,13 +103,16 @@ _TOO_HARD = (
     "Who was {famous}?", "When was {famous} born?", "When did {famous} die?", "What did {famous} do?",
     "What is {matter}?", "Why do we need {matter}?", "Explain {matter}.", "Tell me something about {matter}.",
     "Write a poem about {matter}.", "Write an essay about {matter}.", "What is the meaning of {matter}?",
-    "Do you like {matter}?", "What do you think about {matter}?", "Who invented {matter}?", "Tell me a joke about {matter}.",
-    "How does a {stuff} work?", "Who invented the {stuff}?", "How much does a {stuff} cost?", "How do I build a {stuff}?",
+    "Do you like {matter}?", "What do you think about {matter}?", "Who invented {matter}?",
+    "Tell me a joke about {matter}.",
+    "How does a {stuff} work?", "Who invented the {stuff}?", "How much does a {stuff} cost?",
+    "How do I build a {stuff}?",
     "What is a {stuff}?", "Why is the {stuff} so big?", "How old is the {stuff}?", "What is the best {stuff}?",
     "Which {stuff} should I buy?", "How do I make a {stuff}?", "What is the name of the {stuff}?",
     "Why do {beasts} sleep?", "What do {beasts} eat?", "How long do {beasts} live?", "How fast are {beasts}?",
     "Can {beasts} fly?", "Are {beasts} dangerous?", "Do {beasts} dream?", "Where do {beasts} live?",
-    "What is {a} times {b}?", "What is {a} minus {b}?", "{a} * {b}", "{a} - {b}", "{a} / {b}", "What is {a} divided by {b}?",
+    "What is {a} times {b}?", "What is {a} minus {b}?", "{a} * {b}", "{a} - {b}", "{a} / {b}",
+    "What is {a} divided by {b}?",
     "What is the square root of {a}?", "What is {a} percent of {b}?", "Multiply {a} by {b}.",
     "What happened in 1{b}{a}?", "Who won in 20{a}?", "Who is {new}?", "What is {new}?", "Where is the town of {new}?",
     "What does {new} mean?", "How do you spell {new}?", "Do you know {new}?", "When was {new} built?",
@@ -126,8 +135,8 @@ _TOO_HARD = (
 )  # fmt: skip
 STORY_REQUESTS = (
     "Tell me a story.", "Tell a story.", "Can you tell me a story?", "Please tell me a story.", "Make up a story.",
-    "I want to hear a story.", "Write a short story.", "Tell me a short story.", "Do you know a story?", "Another story.",
-    "Tell me something.", "A story, please.",
+    "I want to hear a story.", "Write a short story.", "Tell me a short story.", "Do you know a story?",
+    "Tell me something.",
 )  # fmt: skip
 
 
@@ -146,8 +155,9 @@ def small_talk(rng: Random) -> tuple[str, str]:
 def too_hard(rng: Random) -> tuple[str, str]:
     """A question about the world at large."""
     slots = {
-        "land": rng.choice(_LANDS), "land2": rng.choice(_LANDS), "city": rng.choice(_CITIES), "city2": rng.choice(_CITIES),
-        "famous": rng.choice(_FAMOUS), "matter": rng.choice(_MATTERS), "beasts": rng.choice(_BEASTS),
+        "land": rng.choice(_LANDS), "land2": rng.choice(_LANDS),
+        "city": rng.choice(_CITIES), "city2": rng.choice(_CITIES), "famous": rng.choice(_FAMOUS),
+        "matter": rng.choice(_MATTERS), "beasts": rng.choice(_BEASTS),
         "stuff": rng.choice(_STUFF), "new": new_name(rng), "a": str(rng.randint(10, 99)), "b": str(rng.randint(2, 9)),
     }  # fmt: skip
     return say(rng, _TOO_HARD, **slots), UNKNOWN
