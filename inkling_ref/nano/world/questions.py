@@ -5,6 +5,7 @@ purpose), a centre keeps away from the borders between thirds, one axis dominate
 the things of a caption differ clearly in x.
 """
 
+import re
 from collections.abc import Callable
 from itertools import pairwise
 from random import Random
@@ -52,6 +53,10 @@ COLOUR = (
     "Can you see what colour the {it}{w} is?",
     "Identify the colour of the {it}{w}.",
     "What colour was used for the {it}{w}?",
+    "What is the {it}'s colour{w}?",
+    "Which colour has the {it}{w}?",
+    "What colour is that {it}{w}?",
+    "Say the colour of the {it}{w}.",
 )
 COLOUR_PLURAL = (
     "What colour are the {them}{w}?",
@@ -78,6 +83,11 @@ SHAPE = (
     "Shape of the {it}{w}?",
     "Identify the shape of the {it}{w}.",
     "Can you tell what shape the {it}{w} is?",
+    "What is the {it}{w}?",
+    "What type of shape is the {it}{w}?",
+    "What geometric shape is the {it}{w}?",
+    "What is the {it}'s shape{w}?",
+    "Say the shape of the {it}{w}.",
 )
 SHAPE_OF_COLOUR = ("Which shape is {colour}{w}?", "What shape is {colour}{w}?", "Name the shape that is {colour}{w}.")
 SHAPE_SINGLE = (
@@ -111,6 +121,15 @@ COUNT = (
     "Number of {them}{w}?",
     "How many {them}{w}?",
     "What number of {them} is there{w}?",
+    "How many {them} does {picture} have?",
+    "How many {them} does {picture} show?",
+    "How many {them} does {picture} contain?",
+)
+COUNT_OF_COLOUR = (
+    "How many {things} are {colour}{w}?",
+    "How many of the {things} are {colour}{w}?",
+    "How many are {colour}{w}?",
+    "Count what is {colour}{w}.",
 )
 PLACE = (
     "Where is the {it}{w}?",
@@ -131,6 +150,11 @@ PLACE = (
     "Name the position of the {it}{w}.",
     "Position of the {it}{w}?",
     "At which place{w} is the {it}?",
+    "Where in {picture} is the {it}?",
+    "Where in {picture} can you see the {it}?",
+    "In which part{of} can the {it} be found?",
+    "Which part{of} is the {it} in?",
+    "What part{of} is the {it} in?",
 )
 RELATION = (
     "Where is the {it} relative to the {that}{w}?",
@@ -175,6 +199,13 @@ EXISTS = (
     "Tell me if there is {a}{w}.",
     "Tell me whether you see {a}{w}.",
 )
+ANYTHING = (
+    "Is there anything {colour}{w}?",
+    "Is anything {colour}{w}?",
+    "Is something {colour}{w}?",
+    "Do you see anything {colour}{w}?",
+    "Does {picture} show anything {colour}?",
+)
 CONTAINS = (
     "Does {picture} show {a}?",
     "Does {picture} contain {a}?",
@@ -214,6 +245,12 @@ IS_NUMBER = (
     "Do you see {number} {them}{w}?",
     "Is the number of {them} {number}{w}?",
     "Is it true that there are {number} {them}{w}?",
+)
+IS_ONE = (
+    "Is there only one {it}{w}?",
+    "Is there exactly one {it}{w}?",
+    "Is there just one {it}{w}?",
+    "Do you see only one {it}{w}?",
 )
 IS_MORE = (
     "Are there more {them} than {those}{w}?",
@@ -279,6 +316,13 @@ CAPTION = (
     "Which shapes do you see{w}?",
     "Give a description of {picture}.",
     "List the objects in {picture} from left to right.",
+    "Describe what you see{w}.",
+    "Describe the scene.",
+    "Describe it.",
+    "Give me a caption.",
+    "What is this?",
+    "What is there to see{w}?",
+    "What is here?",
 )
 THING_WORDS = ("object", "shape", "thing", "figure")
 THINGS_WORDS = ("objects", "shapes", "things", "figures")
@@ -296,8 +340,11 @@ def _where(rng: Random, name: str | None) -> _Where:
     """`name`: "first", "second", ... or None for the latest picture."""
     if name is not None:
         picture = f"the {name} " + rng.choice(("picture", "picture", "image"))
-        return _Where(f" in {picture}", f" of {picture}", picture)
+        w = "" if rng.random() < 0.25 else f" in {picture}"  # then `ask` says it first
+        return _Where(w, f" of {picture}", picture)
     picture = rng.choice(("the picture", "the picture", "this picture", "the image", "this image"))
+    if rng.random() < 0.04:
+        picture = rng.choice(("the last picture", "the last image", "the latest picture"))
     w = f" in {picture}" if rng.random() < 0.35 else " here" if rng.random() < 0.04 else ""
     return _Where(w, f" of {picture}", picture)
 
@@ -446,7 +493,9 @@ def _ask_count(rng: Random, scene: Scene, at: _Where) -> Question | None:
     number = len(_matching(scene, colour, shape))
     if number > MAX_COUNT:
         return None
-    return Question(say(rng, COUNT, them=_called_all(rng, colour, shape), w=at.w), str(number))
+    if colour is not None and shape is None and rng.random() < 0.25:
+        return Question(say(rng, COUNT_OF_COLOUR, things=rng.choice(THINGS_WORDS), colour=colour, w=at.w), str(number))
+    return Question(say(rng, COUNT, them=_called_all(rng, colour, shape), w=at.w, picture=at.picture), str(number))
 
 
 def _ask_position(rng: Random, scene: Scene, at: _Where) -> Question | None:
@@ -457,7 +506,7 @@ def _ask_position(rng: Random, scene: Scene, at: _Where) -> Question | None:
         it, where = _reference(rng, scene, thing), zone(scene, thing)
         if it is None or where is None:
             return None
-        return Question(say(rng, PLACE, it=it, w=at.w, of=at.of), where)
+        return Question(say(rng, PLACE, it=it, w=at.w, of=at.of, picture=at.picture), where)
     two = _two(rng, scene)
     if two is None:
         return None
@@ -488,6 +537,8 @@ def _ask_exists(rng: Random, scene: Scene, at: _Where) -> Question | None:
         colour, shape = rng.choice(((thing.colour, None), (None, thing.shape), (thing.colour, thing.shape)))
     else:
         colour, shape = _absent(rng, scene)
+    if colour is not None and shape is None and rng.random() < 0.3:
+        return Question(say(rng, ANYTHING, colour=colour, w=at.w, picture=at.picture), _yes(truth))
     it = _called(rng, colour, shape)
     templates = CONTAINS if rng.random() < 0.2 else EXISTS
     them = _called_all(rng, colour, shape)
@@ -522,8 +573,13 @@ def _ask_related(rng: Random, scene: Scene, at: _Where) -> Question | None:
         return None
     opposite = {"left": "right", "right": "left", "above": "below", "below": "above"}
     asked = answer if rng.random() < 0.5 else opposite[answer]
-    spoken = {"left": ("left of", "to the left of"), "right": ("right of", "to the right of")}
-    words = rng.choice(spoken.get(asked, (asked,)))
+    spoken = {
+        "left": ("left of", "to the left of", "on the left of"),
+        "right": ("right of", "to the right of", "on the right of"),
+        "above": ("above", "above", "higher than"),
+        "below": ("below", "under", "lower than"),
+    }
+    words = rng.choice(spoken[asked])
     return Question(say(rng, IS_RELATED, it=it, that=that, relation=words, w=at.w), _yes(asked == answer))
 
 
@@ -552,6 +608,8 @@ def _ask_number(rng: Random, scene: Scene, at: _Where) -> Question | None:
         if those == them:
             return None
         return Question(say(rng, IS_MORE, them=them, those=those, w=at.w), _yes(number > other))
+    if number and rng.random() < 0.2:
+        return Question(say(rng, IS_ONE, it=_called(rng, colour, shape), w=at.w), _yes(number == 1))
     asked = number if rng.random() < 0.5 else number + rng.choice((-1, 1))
     if not 2 <= asked <= MAX_COUNT:
         return None
@@ -610,7 +668,9 @@ def _ask_absent(rng: Random, scene: Scene, at: _Where) -> Question | None:
         templates += [COLOUR] * 3
     elif shape is None:
         templates += [SHAPE] * 3
-    return Question(say(rng, rng.choice(templates), it=_called(rng, colour, shape), w=at.w, of=at.of), UNKNOWN)
+    return Question(
+        say(rng, rng.choice(templates), it=_called(rng, colour, shape), w=at.w, of=at.of, picture=at.picture), UNKNOWN
+    )
 
 
 ASK: dict[str, Callable[[Random, Scene, _Where], Question | None]] = {
@@ -632,6 +692,17 @@ def ask(rng: Random, kind: str, scene: Scene, picture: str | None = None) -> Que
     """
     for _ in range(4):
         question = ASK[kind](rng, scene, _where(rng, picture))
-        if question is not None:
+        if question is None:
+            continue
+        text = question.text
+        if picture is not None and picture not in text:
+            place = f"the {picture} picture"
+        elif picture is None and rng.random() < 0.04 and not re.search("picture|image", text):
+            place = rng.choice(("this picture", "the picture", "the image"))
+        else:
             return question
+        lead = rng.choice(("In {}, ", "In {}: ", "Look at {}. ", "In {}, ")).format(place)
+        if rng.random() < 0.2:
+            lead = lead.lower()
+        return Question(lead + (text if "." in lead else text[0].lower() + text[1:]), question.answer)
     return None

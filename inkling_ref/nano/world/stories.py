@@ -173,7 +173,7 @@ def new_name(rng: Random) -> str:
     if rng.random() < 0.25:
         syllables[0] = syllables[0].lstrip("bcdfghjklmnpqrstvwxyz") or syllables[0]
     name = "".join(syllables)[:9]
-    if len(name) < 3 or name in ("and", "are", "the", "who"):
+    while len(name) < 3 or name in ("and", "are", "the", "who"):
         name += rng.choice("anrol")
     return name.capitalize()
 

@@ -168,7 +168,11 @@ def nothing_shown(rng: Random) -> tuple[str, str]:
     colour, shape = rng.choice(list(COLOURS)), rng.choice(SHAPES)
     word, thing = rng.choice(THING_WORDS), rng.choice(THINGS)
     kind = rng.randrange(9)
-    place = {"w": rng.choice(("", "", " in the picture", " in this picture")), "of": " of the picture"}
+    place = {
+        "w": rng.choice(("", "", " in the picture", " in this picture")),
+        "of": " of the picture",
+        "picture": "the picture",
+    }
     if kind == 0:
         text = say(rng, COLOUR, it=shape, **place)
     elif kind == 1:
