@@ -265,11 +265,8 @@ def test_case_17_sink_against_the_extra_column(sink):
     """Scores in [-18, 18]: prefill and decode agree with a column that has a value of zero, to 1e-6."""
     x = operands(T=9, d=4, dtype=torch.float32, seed=1)
     # Quarters up to 3: the scores are exact in float32, and only the softmax is measured.
-    x["q"], x["k"], x["r"] = (
-        (4 * x["q"]).round().clamp(-12, 12) / 4,
-        (4 * x["k"]).round().clamp(-12, 12) / 4,
-        0 * x["r"],
-    )
+    x["q"], x["k"] = ((4 * x[name]).round().clamp(-12, 12) / 4 for name in ("q", "k"))
+    x["r"].zero_()
     scores = torch.einsum("bthd,bhsd->bhts", x["q"], x["k"].repeat_interleave(2, dim=1)) / 2
     assert 10 < scores.abs().max() <= 18
     x["sink"], x["gate"] = torch.full_like(x["sink"], sink), torch.full_like(x["gate"], 100.0)

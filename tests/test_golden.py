@@ -7,36 +7,24 @@ import torch
 from helpers import relative_rms
 from safetensors.torch import load_file
 
-from inkling_ref import quantization
-from inkling_ref.config import InklingConfig
-from inkling_ref.model import Inkling
+from inkling_ref.checkpoint import load
 
 GOLDEN = Path(__file__).parent / "golden"
-MODELS = ["text", "text_mixed_precision", "image_text"]
-
-
-def load(folder: Path) -> Inkling:
-    """The checkpoint's values in float32; `checkpoint.load` has tests of its own."""
-    tensors = {name.removeprefix("model."): t for name, t in load_file(folder / "model.safetensors").items()}
-    state = {}
-    for name, t in tensors.items():
-        if t.dtype == torch.uint8 and not name.endswith("_scale"):
-            companions = (tensors[f"{name}_{s}"] for s in ("scale", "amax", "outer_scale_denominator"))
-            state[name] = quantization.nvfp4_dequantize(t, *companions)
-        elif t.dtype == torch.float8_e4m3fn and not name.endswith("_scale"):
-            state[name] = quantization.mxfp8_dequantize(t, tensors[f"{name}_scale"])
-        elif not name.endswith(("_scale", "_amax", "_denominator")):
-            state[name] = t.float()
-    model = Inkling(InklingConfig.from_pretrained(folder)).eval().requires_grad_(False)
-    model.load_state_dict(state)
-    return model
+# Folder, and whether quantised experts stay packed.
+MODELS = {
+    "text": ("text", None),
+    "mixed precision": ("text_mixed_precision", "dequantize"),
+    "mixed precision, packed": ("text_mixed_precision", "packed"),
+    "image and text": ("image_text", None),
+}
 
 
 @pytest.fixture(scope="module", params=MODELS)
 def run(request):
     """(model, expected tensors, our tensors under the same names)."""
-    folder = GOLDEN / request.param
-    model, expected = load(folder), load_file(folder / "expected.safetensors")
+    folder, experts = MODELS[request.param]
+    folder = GOLDEN / folder
+    model, expected = load(folder, experts=experts), load_file(folder / "expected.safetensors")
     ours = {}
     for i, layer in enumerate(model.llm.layers):
         layer.register_forward_hook(lambda _, __, depth, name=f"layer_{i:02d}": ours.update({name: depth.partial}))
