@@ -9,9 +9,9 @@ from torch import Tensor
 
 from inkling_ref.backends import Backend
 from inkling_ref.cache import Step
-from inkling_ref.short_conv import DynamicShortConv, ShortConv, dynamic_short_conv, short_conv
+from inkling_ref.short_conv import ShortConv, dynamic_short_conv, short_conv
 
-B, T, G, d, D = 2, 11, 3, 5, 13
+B, T, G, d = 2, 11, 3, 5
 C = G * d
 KERNELS = [1, 2, 3, 4, 5]
 
@@ -105,32 +105,15 @@ def test_with_history_a_second_part_goes_on_as_the_whole(kind, cut):
     assert relative_rms(torch.cat([run(0, cut), run(cut, T)], dim=1), run(0, T)) < 1e-6
 
 
-def modules():
-    static = ShortConv(C, 4, Backend())
-    dynamic = DynamicShortConv(G, d, D, 4, Backend())
-    for module in (static, dynamic):
-        for p in module.parameters():
-            p.data.normal_()
-    return static.requires_grad_(False), dynamic.requires_grad_(False)
-
-
-def test_modules_hold_the_released_parameters():
-    static, dynamic = modules()
-    assert {name: tuple(p.shape) for name, p in static.named_parameters()} == {"weight": (C, 1, 4)}
-    shapes = {name: tuple(p.shape) for name, p in dynamic.named_parameters()}
-    assert shapes == {"static_w": (4, C), "weight_proj": (G * 4, D)}
-
-
-def test_modules_start_from_zero_history():
-    static, dynamic = modules()
-    x, normed = torch.randn(B, T, C), torch.randn(B, T, D)
-    step = Step.make([0] * B, T, x.device)
+def test_module():
+    """The released parameter, and zeros before the start of a sequence."""
+    module = ShortConv(C, 4, Backend()).requires_grad_(False)
+    assert {name: tuple(p.shape) for name, p in module.named_parameters()} == {"weight": (C, 1, 4)}
+    module.weight.normal_()
+    x = torch.randn(B, T, C)
     padded = torch.cat([torch.zeros(B, 3, C), x], dim=1)
-    assert relative_rms(static(x, step, None), written_out(padded, static_taps(static.weight), 5)) < 1e-6
-    # Row g K + j of weight_proj is tap j of head g.
-    taps = torch.einsum("gjd,btd->btgj", dynamic.weight_proj.view(G, 4, D), normed)
-    expected = written_out(padded, dynamic_taps(taps, dynamic.static_w), 9)
-    assert relative_rms(dynamic(x, normed, step, None), expected) < 1e-6
+    out = module(x, Step.make([0] * B, T, x.device), None)
+    assert relative_rms(out, written_out(padded, static_taps(module.weight), 5)) < 1e-6
 
 
 def test_dynamic_taps_are_those_of_the_current_token():
