@@ -388,7 +388,7 @@ def make_row(kind: str, rng: Random, encoder: Encoder, length: int) -> tuple[Con
             return conversation, row
 
 
-def generator(split: str, kind: str, *seed: int) -> Random:
+def generator(split: str, kind: str, *seed: int | str) -> Random:
     """A generator that no other split, kind or seed shares."""
     return Random("/".join([split, kind, *map(str, seed)]))
 
