@@ -38,8 +38,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .config import TextConfig
-from .residual import rms, same, wide
-from .short_conv import DynamicShortConv, ShortConv
+from .residual import rms, rounded, same, wide
+from .short_conv import DynamicTaps, ShortConv, with_history
 
 if TYPE_CHECKING:
     from .backends import Backend
@@ -52,14 +52,14 @@ def l2_clip(u: Float[Tensor, "*shape d"], threshold: float) -> Float[Tensor, "*s
     """Scale vectors longer than `threshold` down to it; `wide` inside, rounded once."""
     w = wide(u)
     norm = torch.linalg.vector_norm(w, dim=-1, keepdim=True)
-    return (w * ((norm + 1e-6).reciprocal() * threshold).clamp(max=1.0)).to(u.dtype)
+    return rounded(w * ((norm + 1e-6).reciprocal() * threshold).clamp(max=1.0), u.dtype)
 
 
 def scaled_l2_clip(
     u: Float[Tensor, "*shape H d"], scale: Float[Tensor, "H d"], threshold: float
 ) -> Float[Tensor, "*shape H d"]:
     """`l2_clip` of the learned scaling of u; one rounding for both."""
-    return l2_clip(wide(u) * wide(scale), threshold).to(u.dtype)
+    return rounded(l2_clip(wide(u) * wide(scale), threshold), u.dtype)
 
 
 def log_scale(
@@ -68,7 +68,7 @@ def log_scale(
     """u tau(t): 1 up to position `floor`, then growing with the logarithm of the position."""
     w = wide(u)
     tau = 1 + alpha * ((positions + 1).to(w.dtype) / floor).clamp(min=1.0).log()
-    return (w * tau[..., None, None]).to(u.dtype)
+    return rounded(w * tau[..., None, None], u.dtype)
 
 
 def distances(offset: int | Int[Tensor, "B 1 1"], queries: range, keys: range, device: torch.device) -> Tensor:
@@ -89,7 +89,8 @@ def relative_bias(
 
 def softmax_with_sink(scores: Float[Tensor, "B H t s"], sink: Float[Tensor, "B H t"]) -> Float[Tensor, "B H t s"]:
     """Softmax over [scores, sink], the sink's share dropped; a row of -inf scores gives zeros."""
-    return wide(torch.cat([scores, sink[..., None]], dim=-1)).softmax(dim=-1)[..., :-1].to(scores.dtype)
+    logits = wide(torch.cat([scores, sink[..., None]], dim=-1))
+    return rounded(logits.softmax(dim=-1)[..., :-1], scores.dtype)
 
 
 def attend(
@@ -128,21 +129,26 @@ def attend(
     else:
         offset, first_key = (torch.tensor(n, device=q.device)[:, None, None] for n in (offsets, first_keys))
     q, r, sink = q.transpose(1, 2), r.transpose(1, 2), sink.transpose(1, 2)
+    scale = 1 / math.sqrt(d)
     block = _QUERY_BLOCK if window is None else min(_QUERY_BLOCK, max(window, 32))
 
     outputs = []
     for start in range(0, T, block):
         queries = range(start, min(start + block, T))
         oldest = 0 if window is None else min(offsets) + start - window + 1
-        keys = range(max(oldest, min(first_keys)), min(S, max(offsets) + queries.stop))
+        stop = min(S, max(offsets) + queries.stop)
+        keys = range(min(max(oldest, min(first_keys)), stop), stop)  # empty where no query has a key
         t, s = slice(queries.start, queries.stop), slice(keys.start, keys.stop)
 
         # The H / G query heads of a key/value head become rows of one product, so that keys are never repeated.
         grouped = q[:, :, t].reshape(B, G, -1, d)
-        scores = (grouped @ k[:, :, s].transpose(-1, -2)).view(B, H, len(queries), len(keys)) / math.sqrt(d)
-        distance = distances(offset, queries, keys, q.device)
-        scores = scores + relative_bias(r[:, :, t], profiles, distance)
-        if len(queries) > 1 or not uniform:  # one query of one length sees exactly the keys of its range
+        scores = (grouped @ k[:, :, s].transpose(-1, -2)).view(B, H, len(queries), len(keys)) * scale
+        if T == 1 and uniform:  # decoding: the query sees exactly these keys, at distances n - 1 .. 0
+            bias = (r @ profiles)[..., : len(keys)].flip(-1)
+            scores[..., -bias.shape[-1] :] += bias
+        else:
+            distance = distances(offset, queries, keys, q.device)
+            scores = scores + relative_bias(r[:, :, t], profiles, distance)
             hidden = distance < 0
             if window is not None:
                 hidden = hidden | (distance >= window)
@@ -152,10 +158,10 @@ def attend(
                 hidden = hidden | (document_ids[:, t, None] != document_ids[:, None, s])
             scores = scores.masked_fill(hidden[:, None], -math.inf)
         p = softmax_with_sink(scores, sink[:, :, t])
-        outputs.append((p.view(B, G, -1, len(keys)) @ v[:, :, s]).view(B, H, len(queries), d))
+        outputs.append((p.view(*grouped.shape[:3], len(keys)) @ v[:, :, s]).view(B, H, len(queries), d))
     o = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
     o = o.transpose(1, 2).reshape(B, T, H * d)
-    return (wide(o) * wide(gate).sigmoid()).to(o.dtype)
+    return rounded(wide(o) * wide(gate).sigmoid(), o.dtype)
 
 
 class Named(nn.Module):
@@ -186,11 +192,11 @@ class Attention(nn.Module):
         self.q_l2_clip = Named("scale", torch.ones(H, d))
         self.rel_l2_clip = Named("scale", torch.ones(H, R))
         self.rel_logits_proj = Named("proj", torch.randn(R, a.extent) / 16)
-        K = config.conv_kernel_size
+        self.kernel = K = config.conv_kernel_size
         if config.is_sliding(layer):
             self.k_sconv, self.v_sconv = (ShortConv(G * d, K, ops) for _ in range(2))
         else:
-            self.k_sconv, self.v_sconv = (DynamicShortConv(G, d, D, K, ops) for _ in range(2))
+            self.k_sconv, self.v_sconv = (DynamicTaps(G, d, D, K) for _ in range(2))
 
     def forward(
         self,
@@ -220,11 +226,15 @@ class Attention(nn.Module):
         self, x_k: Float[Tensor, "B T D"], x_v: Float[Tensor, "B T D"], step: "Step", cache: "LayerCache | None"
     ) -> tuple[Float[Tensor, "B G T d"], Float[Tensor, "B G T d"]]:
         """k and v as they are cached: a rounding after the projection, after the convolution and after clip or RMS."""
-        k, v = self.wk_dv(x_k), self.wv_dv(x_v)
-        k_state, v_state = (None, None) if cache is None else (cache.key_conv, cache.value_conv)
-        if isinstance(self.k_sconv, DynamicShortConv):
-            k, v = self.k_sconv(k, x_k, step, k_state), self.v_sconv(v, x_v, step, v_state)
+        # Keys and values are one convolution over twice the channels: half the calls.
+        kv = torch.cat([self.wk_dv(x_k), self.wv_dv(x_v)], dim=-1)
+        kv = with_history(kv, self.kernel - 1, cache and cache.key_value_conv)
+        k_conv, v_conv = self.k_sconv, self.v_sconv
+        if self.sizes.window is not None:
+            kv = self.ops.short_conv(kv, torch.cat([k_conv.weight, v_conv.weight]), step.document_position)
         else:
-            k, v = self.k_sconv(k, step, k_state), self.v_sconv(v, step, v_state)
-        k, v = (u.view(*u.shape[:2], self.sizes.num_key_value_heads, -1).transpose(1, 2) for u in (k, v))
-        return l2_clip(k, self.qk_threshold), rms(v, self.eps).to(v.dtype)
+            taps = torch.cat([F.linear(x_k, k_conv.weight_proj), F.linear(x_v, v_conv.weight_proj)], dim=-1)
+            taps, static = taps.unflatten(-1, (-1, self.kernel)), torch.cat([k_conv.static_w, v_conv.static_w], dim=1)
+            kv = self.ops.dynamic_short_conv(kv, taps, static, step.document_position)
+        k, v = kv.view(*kv.shape[:2], -1, self.sizes.head_dim).transpose(1, 2).chunk(2, dim=1)
+        return l2_clip(k, self.qk_threshold), rounded(rms(v, self.eps), v.dtype)

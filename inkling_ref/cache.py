@@ -133,12 +133,11 @@ class Tail:
 
 @dataclass
 class LayerCache:
-    """One layer's state: keys after their clip, values after their RMS, the inputs of four convolutions."""
+    """One layer's state: keys after their clip, values after their RMS, the inputs of the convolutions."""
 
     keys: Log | Tail
     values: Log | Tail
-    key_conv: Tail
-    value_conv: Tail
+    key_value_conv: Tail
     attention_conv: Tail
     mlp_conv: Tail
 
@@ -175,7 +174,7 @@ class Cache:
             G, d = a.num_key_value_heads, a.head_dim
             kind = Log if a.window is None else partial(Tail, layout=window)
             keys, values = (kind((batch_size, G, d), dtype, device) for _ in range(2))
-            convs = [Tail((batch_size, channels), dtype, device, conv) for channels in (G * d, G * d, D, D)]
+            convs = [Tail((batch_size, channels), dtype, device, conv) for channels in (2 * G * d, D, D)]
             self.layers.append(LayerCache(keys, values, *convs))
 
     @property

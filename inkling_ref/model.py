@@ -139,7 +139,6 @@ class Inkling(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The stream's dtype."""
         return self.llm.embed.weight.dtype
 
     @property

@@ -21,8 +21,7 @@ u1, ..., experts.w2_weight [E, D, I]; quantised experts keep that layout, see `q
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -30,15 +29,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .config import TextConfig
-from .quantization import mxfp8_dequantize, nvfp4_dequantize
-from .residual import wide
+from .quantization import mxfp8_decode, nvfp4_decode
+from .residual import rounded, wide
 
 if TYPE_CHECKING:
     from .backends import Backend
 
 
-@dataclass(frozen=True)
-class ExpertMatrix:
+class ExpertMatrix(NamedTuple):
     """One matrix of all experts, [E, rows, columns], dense or packed in a released format (see `quantization`)."""
 
     weight: Tensor  # dense; uint8 = NVFP4 codes, two a byte; float8_e4m3fn = MXFP8 values
@@ -52,8 +50,8 @@ class ExpertMatrix:
         if self.scale is None:
             return self.weight[expert]
         if self.amax is None:
-            return mxfp8_dequantize(self.weight[one], self.scale[one], dtype)[0]
-        return nvfp4_dequantize(self.weight[one], self.scale[one], self.amax[one], self.denominator, dtype)[0]
+            return mxfp8_decode(self.weight[one], self.scale[one], dtype)[0]
+        return nvfp4_decode(self.weight[one], self.scale[one], self.amax[one], self.denominator, dtype)[0]
 
 
 def softcap(x: Tensor, cap: float) -> Tensor:
@@ -64,7 +62,7 @@ def softcap(x: Tensor, cap: float) -> Tensor:
 def softcapped_swiglu(gate_up: Float[Tensor, "N rows"], gate_cap: float, up_cap: float) -> Float[Tensor, "N I"]:
     """a of the module docstring from interleaved (g0, u0, g1, ...) columns; `wide` inside, rounded once."""
     g, u = wide(gate_up)[:, 0::2], wide(gate_up)[:, 1::2]
-    return (softcap(g, gate_cap) * g.sigmoid() * softcap(u, up_cap)).to(gate_up.dtype)
+    return rounded(softcap(g, gate_cap) * g.sigmoid() * softcap(u, up_cap), gate_up.dtype)
 
 
 def route(
@@ -122,7 +120,7 @@ def experts(
     y = torch.cat([F.linear(xs, w2.dense(e, h.dtype)) for xs, (e, _) in zip(rows, runs, strict=True)])
     if order is not None:  # back to (token, choice)
         y = torch.empty_like(y).index_copy(0, order, y)
-    return (wide(y).view(N, k, -1) * weights[..., None]).sum(dim=1).to(h.dtype)
+    return rounded((wide(y).view(N, k, -1) * weights[..., None]).sum(dim=1), h.dtype)
 
 
 class Router(nn.Module):

@@ -27,7 +27,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .residual import wide
+from .residual import rounded, wide
 
 if TYPE_CHECKING:
     from .backends import Backend
@@ -44,7 +44,7 @@ def _convolve(
         age = torch.arange(K - 1, -1, -1, device=u.device)
         windows = windows * (document_position[..., None] >= age)[:, :, None]
     x = u[:, K - 1 :]
-    return (((windows * taps).sum(dim=-1) + x) * scale).to(u.dtype)
+    return rounded(((windows * taps).sum(dim=-1) + x) * scale, u.dtype)
 
 
 def short_conv(
@@ -80,7 +80,7 @@ def dynamic_short_conv(
     return _convolve(u, taps, 1 / math.sqrt(2 * K + 1), document_position)
 
 
-def _with_history(x: Float[Tensor, "B T C"], past: int, state: "Tail | None") -> Float[Tensor, "B P C"]:
+def with_history(x: Float[Tensor, "B T C"], past: int, state: "Tail | None") -> Float[Tensor, "B P C"]:
     """`x` after the `past` inputs before it; the state takes `x` in."""
     if state is None:
         return F.pad(x, (0, 0, past, 0))
@@ -98,22 +98,13 @@ class ShortConv(nn.Module):
 
     def forward(self, x: Float[Tensor, "B T C"], step: "Step", state: "Tail | None") -> Float[Tensor, "B T C"]:
         weight = self.weight
-        return self.ops.short_conv(_with_history(x, weight.shape[-1] - 1, state), weight, step.document_position)
+        return self.ops.short_conv(with_history(x, weight.shape[-1] - 1, state), weight, step.document_position)
 
 
-class DynamicShortConv(nn.Module):
-    """Dynamic short convolution with its released parameters `static_w` [K, G d] and `weight_proj` [G K, D]."""
+class DynamicTaps(nn.Module):
+    """The released parameters of a dynamic short convolution: `static_w` [K, G d] and `weight_proj` [G K, D]."""
 
-    def __init__(self, num_key_value_heads: int, head_dim: int, hidden_size: int, kernel: int, ops: "Backend") -> None:
+    def __init__(self, num_key_value_heads: int, head_dim: int, hidden_size: int, kernel: int) -> None:
         super().__init__()
-        self.ops = ops
         self.static_w = nn.Parameter(torch.randn(kernel, num_key_value_heads * head_dim) / 8)
         self.weight_proj = nn.Parameter(torch.randn(num_key_value_heads * kernel, hidden_size) / hidden_size)
-
-    def forward(
-        self, u: Float[Tensor, "B T C"], x: Float[Tensor, "B T D"], step: "Step", state: "Tail | None"
-    ) -> Float[Tensor, "B T C"]:
-        kernel = self.static_w.shape[0]
-        dynamic_taps = F.linear(x, self.weight_proj).unflatten(-1, (-1, kernel))
-        u = _with_history(u, kernel - 1, state)
-        return self.ops.dynamic_short_conv(u, dynamic_taps, self.static_w, step.document_position)
