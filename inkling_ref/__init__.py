@@ -13,21 +13,23 @@
 One letter means one thing, in code, equations, figures and prose::
 
     B  batch rows                              T  tokens of this call
-    S  source positions: keys and values       t, s, delta = t - s  positions, distance
+    S  source positions: keys and values,      t, s, delta = t - s  positions, distance
+       or inputs of a short convolution        n  sources of the depth state
     V  vocabulary (stored rows)                D  hidden size
     L  layers                                  H  query heads
     G  key/value heads                         d  head size
     R  relative channels a head (d_rel)        X  distances that carry a relative bias
-    W  window of a sliding layer               K  taps of a short convolution
+    W  window of a sliding layer               K  taps of a short convolution, on C channels
     E  experts                                 k  experts a token visits
     I  expert width                            N  rows of a matrix, or tokens flattened to B*T
 
 `q`, `k`, `v`, `r` in lower case are the query, key, value and relative states of attention; where `k` could
-be read both ways the code writes `num_experts_per_tok`.
+be read both ways the code writes `num_experts_per_tok`. Two modules keep a letter of their own: in `quantization` K
+are the columns of a weight [E, N, K], as the format's tensors are described; in `vision` D is the encoder's width.
 
 A component is a stem: `inkling_ref/short_conv.py`, `tests/test_short_conv.py` and so on. They import downwards only:
-errors, config, then residual, short_conv, attention, moe, quantization and vision, then backends, cache, model,
-checkpoint, chat, generation, cli. Names below load on first use, so that importing the package, or asking the command
+errors, config, residual, then short_conv, quantization and vision, then attention and moe, then backends and cache,
+model, tensor_files and chat, checkpoint, generation, cli. Names below load on first use, so that importing the package, or asking the command
 line for help, does not wait for torch.
 """
 

@@ -52,7 +52,7 @@ def l2_clip(u: Float[Tensor, "*shape d"], threshold: float) -> Float[Tensor, "*s
     """Scale vectors longer than `threshold` down to it; `wide` inside, rounded once."""
     w = wide(u)
     norm = torch.linalg.vector_norm(w, dim=-1, keepdim=True)
-    return rounded(w * ((norm + 1e-6).reciprocal() * threshold).clamp(max=1.0), u.dtype)
+    return rounded(w * ((norm + 1e-6).reciprocal() * threshold).clamp(max=1.0), u.dtype)  # how torch divides c / x
 
 
 def scaled_l2_clip(
@@ -130,7 +130,7 @@ def attend(
         offset, first_key = (torch.tensor(n, device=q.device)[:, None, None] for n in (offsets, first_keys))
     q, r, sink = q.transpose(1, 2), r.transpose(1, 2), sink.transpose(1, 2)
     scale = 1 / math.sqrt(d)
-    block = _QUERY_BLOCK if window is None else min(_QUERY_BLOCK, max(window, 32))
+    block = _QUERY_BLOCK if window is None else min(_QUERY_BLOCK, max(window, 32))  # W queries meet 2 W keys at most
 
     outputs = []
     for start in range(0, T, block):

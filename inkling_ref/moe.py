@@ -5,8 +5,8 @@ The router runs in `wide` precision on the rounded input h:
 $$ e = \sigma(W_r h), \qquad \mathrm{chosen} = \text{the } k \text{ largest of } e + b, \qquad
    w_i = \mathrm{scale} \cdot e_i / (\textstyle\sum_{\mathrm{chosen}} e + 10^{-20}) $$
 
-The bias b chooses and does not weigh. Equal scores are ordered by expert id, lowest first (a total order, so that
-every device and every kernel chooses alike). Each chosen expert, with gate rows g and up rows u interleaved in W13:
+The bias b chooses and does not weigh. Deviation: ties go to the lower id (the public implementation leaves them to
+`topk`), so that all devices and kernels choose alike. A chosen expert, with gate rows g and up rows u interleaved:
 
 $$ (g, u) = W_{13} h, \qquad a = \mathrm{cap}_4(g) \, \sigma(g) \, \mathrm{cap}_{25}(u), \qquad y = W_2 a $$
 

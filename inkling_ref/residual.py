@@ -2,15 +2,15 @@ r"""Block attention residuals: the depth state that stands where other transform
 
 A token's depth state is a list of *sources* of size D: the outputs of completed blocks of layers, and the running
 sum of the block in progress (`partial`). The token embedding is the first block. A sublayer does not read the sum of
-all that went before; it reads a mixture, chosen per token by a learned query over the *normalised* sources:
+all that went before; it reads a mixture, chosen per token by a learned query q over the *normalised* sources x_j:
 
-$$ N_j = \mathrm{RMS}(s_j), \qquad \mathrm{score}_j = N_j \cdot q \, / \sqrt{D} $$
+$$ \hat x_j = \mathrm{RMS}(x_j), \qquad \mathrm{score}_j = \hat x_j \cdot q \, / \sqrt{D} $$
 
-    scores = einsum("btnd,qd->btqn", N, q) / sqrt(D)
+    scores = einsum("BTnD,qD->BTqn", rms(x), q) / sqrt(D)
 
-$$ \mathrm{mix} = \sum_j \mathrm{softmax}(\mathrm{score})_j \, N_j $$
+$$ \mathrm{mix} = \sum_j \mathrm{softmax}(\mathrm{score})_j \, \hat x_j $$
 
-    mix = einsum("btqn,btnd->btqd", softmax(scores, -1), N)
+    mix = einsum("BTqn,BTnD->BTqD", softmax(scores, -1), rms(x))
 
 $$ \mathrm{RMS}(x) = x / \sqrt{\mathrm{mean}(x^2) + \epsilon}, \qquad \mathrm{RMSNorm}_w(x) = w \, \mathrm{RMS}(x) $$
 
@@ -49,7 +49,7 @@ def same(values: list[int]) -> bool:
 def rms(x: Float[Tensor, "*shape D"], eps: float) -> Float[Tensor, "*shape D"]:
     """RMS(x) over the last axis, in (and returned as) `wide` precision."""
     x = wide(x)
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)  # one pass over x; square and mean would be two
     return x * torch.rsqrt(norm.square() / x.shape[-1] + eps)
 
 

@@ -1,8 +1,8 @@
 r"""Short convolutions: causal, depthwise, K = 4 taps, four in every layer, all arithmetic in `wide` precision.
 
-Static taps (attention output, MoE output, keys and values of sliding layers), one set a channel c:
+Static taps (attention output, MoE output, keys and values of sliding layers), one set for each of C channels c:
 
-$$ y_t = \Big( \sum_{j=0}^{K-1} \mathrm{tap}_j[c] \, x_{t-j} + x_t \Big) / \sqrt{K + 1} $$
+$$ y_t = \Big( \sum_{j=0}^{K-1} \mathrm{tap}_j[c] \, u_{t-j} + u_t \Big) / \sqrt{K + 1} $$
 
 Dynamic taps (keys and values of full layers): a static set plus one projected from the token itself, shared within
 a key/value head g(c). x is the normed input of the key (value) projection, u the projected key (value):
@@ -35,25 +35,25 @@ if TYPE_CHECKING:
 
 
 def _convolve(
-    u: Float[Tensor, "B P C"], taps: Float[Tensor, "*BT C K"], scale: float, document_position: Tensor | None
+    u: Float[Tensor, "B S C"], taps: Float[Tensor, "*BT C K"], scale: float, document_position: Tensor | None
 ) -> Float[Tensor, "B T C"]:
-    """(sum_j tap_j x_{t-j} + x_t) scale, with the last tap at the current token."""
+    """(sum_j tap_j u_{t-j} + u_t) scale, with the last tap at the current token."""
     K = taps.shape[-1]
     windows = wide(u).unfold(1, K, 1)  # [B, T, C, K], a view
     if document_position is not None:  # a tap that reaches before its document's start reads zero
         age = torch.arange(K - 1, -1, -1, device=u.device)
         windows = windows * (document_position[..., None] >= age)[:, :, None]
-    x = u[:, K - 1 :]
-    return rounded(((windows * taps).sum(dim=-1) + x) * scale, u.dtype)
+    current = u[:, K - 1 :]
+    return rounded(((windows * taps).sum(dim=-1) + current) * scale, u.dtype)
 
 
 def short_conv(
-    u: Float[Tensor, "B P C"], weight: Float[Tensor, "C 1 K"], document_position: Int[Tensor, "B T"] | None = None
+    u: Float[Tensor, "B S C"], weight: Float[Tensor, "C 1 K"], document_position: Int[Tensor, "B T"] | None = None
 ) -> Float[Tensor, "B T C"]:
     """Static short convolution (first equation above), rounded once to the dtype of `u`.
 
     Args:
-        u: P = K - 1 + T inputs: the K - 1 before this call (zeros at the start of a sequence), then this call's.
+        u: S = K - 1 + T inputs: the K - 1 before this call (zeros at the start of a sequence), then this call's.
         weight: released layout, last tap = current token.
         document_position: positions within packed documents; taps do not cross a document's start.
     """
@@ -61,7 +61,7 @@ def short_conv(
 
 
 def dynamic_short_conv(
-    u: Float[Tensor, "B P C"],
+    u: Float[Tensor, "B S C"],
     dynamic_taps: Float[Tensor, "B T G K"],
     static: Float[Tensor, "K C"],
     document_position: Int[Tensor, "B T"] | None = None,
@@ -80,7 +80,7 @@ def dynamic_short_conv(
     return _convolve(u, taps, 1 / math.sqrt(2 * K + 1), document_position)
 
 
-def with_history(x: Float[Tensor, "B T C"], past: int, state: "Tail | None") -> Float[Tensor, "B P C"]:
+def with_history(x: Float[Tensor, "B T C"], past: int, state: "Tail | None") -> Float[Tensor, "B S C"]:
     """`x` after the `past` inputs before it; the state takes `x` in."""
     if state is None:
         return F.pad(x, (0, 0, past, 0))
