@@ -30,9 +30,10 @@ app = typer.Typer(
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns its exit status."""
-    warnings.showwarning = lambda message, *_: _note(f"warning: {message}")
     try:
-        status = app(arguments, prog_name="inkling-ref", standalone_mode=False) or 0
+        with warnings.catch_warnings():
+            warnings.showwarning = lambda message, *_: _note(f"warning: {message}")
+            status = app(arguments, prog_name="inkling-ref", standalone_mode=False) or 0
     except typer.TyperException as error:  # unknown commands and options
         if message := error.format_message():  # empty where the help was shown for want of a command
             _note(f"error: {message}")
@@ -162,6 +163,19 @@ def _effort(text: str) -> float | str:
         return float(text)
     except ValueError:
         return text  # a name, which `render` checks
+
+
+@app.command("eval-nano")
+def eval_nano(
+    checkpoint: Checkpoint = NANO,
+    tasks: Annotated[str | None, typer.Option(help="Their names, with commas between; default: all.")] = None,
+    examples: Annotated[int, typer.Option(help="Of each task.")] = 100,
+    precision: Annotated[Literal["shipped", "bf16", "both"], typer.Option(help="Of the experts.")] = "shipped",
+) -> None:
+    """Exact match by task, on held-out examples of the small world."""
+    from .nano import evaluate
+
+    evaluate.main(checkpoint, tasks=tasks.split(",") if tasks else None, examples=examples, precision=precision)
 
 
 @app.command("train-nano")

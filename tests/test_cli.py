@@ -1,5 +1,6 @@
 """The command line: what goes where, and how it ends when something is wrong."""
 
+import inspect
 import os
 import re
 import signal
@@ -332,7 +333,50 @@ def test_a_wrong_argument_of_info_is_one_line(capsys, arguments, message):
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("arguments", [[], ["--help"], ["ask", "--help"], ["info", "--help"]], ids=" ".join)
+# ---- nano
+
+
+@pytest.mark.parametrize(
+    ("arguments", "module", "expected"),
+    [
+        (["eval-nano"], "evaluate", {"tasks": None, "examples": 100, "precision": "shipped"}),
+        (
+            ["eval-nano", "--tasks", "colour,count", "--examples", 7, "--precision", "both"],
+            "evaluate",
+            {"tasks": ["colour", "count"], "examples": 7, "precision": "both"},
+        ),
+        (["train-nano", "out"], "train", {"minutes": 8.0, "device": None, "seed": 0, "preset_name": None}),
+        (
+            ["train-nano", "out", "--minutes", 2, "--device", "cpu", "--seed", 3, "--preset", "mini"],
+            "train",
+            {"minutes": 2.0, "device": "cpu", "seed": 3, "preset_name": "mini"},
+        ),
+    ],
+    ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
+)
+def test_nano_commands_pass_their_options_on(capsys, monkeypatch, arguments, module, expected):
+    seen = {}
+    main = lambda folder, **options: seen.update(folder=folder, options=options)  # noqa: E731
+    monkeypatch.setattr(f"inkling_ref.nano.{module}.main", main)
+    assert run(capsys, *arguments) == (0, "", "")
+    assert seen == {"folder": Path("out") if module == "train" else cli.NANO, "options": expected}
+
+
+def test_nano_commands_match_what_they_call():
+    from inkling_ref.nano import evaluate, train
+
+    inspect.signature(evaluate.main).bind("folder", tasks=None, examples=1, precision="both")
+    inspect.signature(train.main).bind("folder", minutes=1.0, device=None, seed=0, preset_name=None)
+
+
+# ---- help
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["--help"], ["ask", "--help"], ["info", "--help"], ["eval-nano", "--help"], ["train-nano", "--help"]],
+    ids=" ".join,
+)
 def test_help(capsys, arguments):
     status, out, err = run(capsys, *arguments)
     assert status == (0 if arguments else 2)
