@@ -29,8 +29,8 @@ are the columns of a weight [E, N, K], as the format's tensors are described; in
 
 A component is a stem: `inkling_ref/short_conv.py`, `tests/test_short_conv.py` and so on. They import downwards only:
 errors, config, residual, then short_conv, quantization and vision, then attention and moe, then backends and cache,
-model, tensor_files and chat, checkpoint, generation, cli. Names below load on first use, so that importing the package, or asking the command
-line for help, does not wait for torch.
+model, tensor_files and chat, checkpoint, generation, cli. Names below load on first use, so that importing the
+package, or asking the command line for help, does not wait for torch.
 """
 
 from importlib import import_module

@@ -601,9 +601,8 @@ def _read_call(block: Block, payload: str) -> None:
         call = json.loads(payload)
         name, args = call["name"], call.get("args", {})
         if isinstance(name, str) and name and isinstance(args, dict):
-            _canonical_json(
-                [name, args], "call"
-            )  # what could not be written again (NaN, half a surrogate pair) is no call
+            # What could not be written again (NaN, half a surrogate pair) is no call.
+            _canonical_json([name, args], "call")
             block.name, block.args = name, args
             return
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):

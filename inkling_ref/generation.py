@@ -1,10 +1,10 @@
-"""Generation: from a prompt to new tokens, one at a time.
+r"""Generation: from a prompt to new tokens, one at a time.
 
-Logits become probabilities in one place, `probabilities`: with u the logits of one position and tau the temperature,
+The logits of one position become probabilities in one place, `probabilities`:
 
-$$ p_v = \\mathrm{softmax}(u / \\tau)_v \\quad \\text{restricted to a set } S, \\text{ renormalised} $$
+$$ p = \mathrm{softmax}(\mathrm{logits} / \mathrm{temperature}) \; \text{restricted to a set of tokens, renormalised} $$
 
-where S are the top_k likeliest tokens, and of those (renormalised) the likeliest whose masses first reach top_p.
+where the set are the top_k likeliest, and of those (renormalised) the likeliest whose masses first reach top_p.
 Tokens are ranked by logit descending, then by id ascending, so that ties at a cut are decided the same way
 everywhere. Temperature 0 puts all mass on the first of that ranking.
 

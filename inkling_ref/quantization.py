@@ -2,28 +2,32 @@ r"""Quantised expert weights, NVFP4 and MXFP8: encode, decode, and the fake quan
 
 Both formats cut the last axis (K, the one a matrix product sums over) into blocks that share a scale.
 
-**NVFP4**, 4.5 bits a weight. A code c is a 4-bit float (E2M1: 0, .5, 1, 1.5, 2, 3, 4, 6 and their negatives), sixteen
-codes share an 8-bit float s (E4M3, never negative), and an expert shares the float32 numbers a (`amax`) and $\delta$
-(`outer_scale_denominator`):
+**NVFP4**, 4.5 bits a weight. A code is a 4-bit float (E2M1: 0, .5, 1, 1.5, 2, 3, 4, 6 and their negatives), sixteen
+codes share an 8-bit float (E4M3, never negative), and an expert shares two float32 numbers, `amax` and
+`outer_scale_denominator`:
 
-$$\hat w_{enk} = \mathrm{E2M1}(c_{enk}) \; s_{en\lfloor k/16 \rfloor} \; (a_e / \delta)$$
+$$\hat w_{enk} = \mathrm{E2M1}(\mathrm{code}_{enk}) \; \mathrm{scale}_{en\lfloor k/16 \rfloor} \;
+   (\mathrm{amax}_e / \mathrm{denominator})$$
 
 Four over six, the quantiser: a block whose largest magnitude m becomes the code 6 leaves a hole, since nothing lies
 between 4 and 6. With m at 4 the codes near the top lie closer together, at the price of a coarser grid at the bottom.
-So each block is tried with both, t = 6 and t = 4,
+So each block is tried with both targets, 6 and 4,
 
-$$s_t = \mathrm{E4M3}\big(\min(448, \; (m / t) \, \delta / a_e)\big)$$
+$$\mathrm{scale} = \mathrm{E4M3}\big(\min(448, \;
+   (m / \mathrm{target}) \; \mathrm{denominator} / \mathrm{amax}_e)\big)$$
 
-$$c_t = \mathrm{nearest}\big(w / (s_t \, (a_e / \delta))\big)$$
+$$\mathrm{code} = \mathrm{nearest}\big(w / (\mathrm{scale} \; (\mathrm{amax}_e / \mathrm{denominator}))\big)$$
 
-and the one with the smaller squared error stays; a tie keeps 6. $\delta$ = 2688 = 448 * 6 gives the expert's largest
-weight the largest scale; 1536 = 256 * 6 leaves room for its t = 4 (scale 384). A stored $\delta$ always rules.
+and the one with the smaller squared error stays; a tie keeps 6. The denominator 2688 = 448 * 6 gives the expert's
+largest weight the largest scale; 1536 = 256 * 6 leaves room for its target 4 (scale 384). A stored one always rules.
 
-**MXFP8**, 8.25 bits a weight. A value v is an 8-bit float (E4M3), and 32 of them share a power of two (E8M0):
+**MXFP8**, 8.25 bits a weight. A value is an 8-bit float (E4M3), and 32 of them share a power of two (E8M0), stored as
+a byte:
 
-$$\hat w_{enk} = v_{enk} \; 2^{\,b_{en\lfloor k/32 \rfloor} - 127}$$
+$$\hat w_{enk} = \mathrm{value}_{enk} \; 2^{\,\mathrm{byte}_{en\lfloor k/32 \rfloor} - 127}$$
 
-$$b = \lfloor \log_2 m \rfloor - 8 + 127, \qquad v = \mathrm{E4M3}\big(\mathrm{clamp}(w \, 2^{127 - b}, \pm 448)\big)$$
+$$\mathrm{byte} = \lfloor \log_2 m \rfloor - 8 + 127, \qquad
+   \mathrm{value} = \mathrm{E4M3}\big(\mathrm{clamp}(w \, 2^{127 - \mathrm{byte}}, \pm 448)\big)$$
 
 Conventions, the same in every function:
 
@@ -123,22 +127,22 @@ def _nvfp4_round(
 def _four_over_six(
     w: Float[Tensor, "E N K"], denominator: float
 ) -> tuple[Float[Tensor, "E N blocks 16"], Float[Tensor, "E N blocks 1"], Float[Tensor, " E"], Float[Tensor, ""]]:
-    """E2M1 values, E4M3 scales, amax and denominator as float32; each block takes the better of t = 6 and t = 4."""
+    """E2M1 values, E4M3 scales, amax and denominator as float32; each block takes the better of the targets 6 and 4."""
     blocks = w.to(torch.float32).unflatten(-1, (-1, GROUP[NVFP4]))
     amax = blocks.abs().amax((1, 2, 3))
-    a, delta = amax[:, None, None, None], _scalar(denominator, blocks)
+    per_block, outer = amax[:, None, None, None], _scalar(denominator, blocks)
 
     def squared_error(values: Tensor, scale: Tensor) -> Tensor:
         # This order of operations is the rule: algebraically equal forms differ in the last bit and flip near-ties.
         # So does the order of summation; a tree of halves is the same on every device, `sum` is not.
-        error = (values * scale * a / delta - blocks) ** 2
+        error = (values * scale * per_block / outer - blocks) ** 2
         while (n := error.shape[-1]) > 1:
             error = error[..., : n // 2] + error[..., n // 2 :]
         return error
 
-    six, four = (_nvfp4_round(blocks, a, delta, target) for target in (6.0, 4.0))
+    six, four = (_nvfp4_round(blocks, per_block, outer, target) for target in (6.0, 4.0))
     take_four = squared_error(*four) < squared_error(*six)
-    return torch.where(take_four, four[0], six[0]), torch.where(take_four, four[1], six[1]), amax, delta
+    return torch.where(take_four, four[0], six[0]), torch.where(take_four, four[1], six[1]), amax, outer
 
 
 def _mxfp8_round(
@@ -249,10 +253,10 @@ def nvfp4_quantize(
     _check_weight(NVFP4, w, name, torch.finfo(torch.float32).max / denominator)
     parts = []
     for chunk in _chunks(w):
-        values, scales, amax, delta = _four_over_six(w[chunk], denominator)
+        values, scales, amax, outer = _four_over_six(w[chunk], denominator)
         parts.append((_pack_e2m1(values.flatten(-2)), scales[..., 0].to(torch.float8_e4m3fn), amax))
     codes, scales, amax = (torch.cat(part) for part in zip(*parts, strict=True))
-    return codes, scales, amax, delta
+    return codes, scales, amax, outer
 
 
 def nvfp4_dequantize(
@@ -330,8 +334,8 @@ def fake_nvfp4_weight(w: Float[Tensor, "E N K"], denominator: float = DENOMINATO
     approximately, may choose differently on near-ties. It has no useful gradient: pass the gradient straight through.
     """
     _check_columns(NVFP4, w)
-    values, scales, amax, delta = _four_over_six(w, denominator)
-    return (values * scales * (amax / delta)[:, None, None, None]).flatten(-2).to(w.dtype)
+    values, scales, amax, outer = _four_over_six(w, denominator)
+    return (values * scales * (amax / outer)[:, None, None, None]).flatten(-2).to(w.dtype)
 
 
 def fake_mxfp8_weight(w: Float[Tensor, "E N K"]) -> Float[Tensor, "E N K"]:
@@ -340,7 +344,7 @@ def fake_mxfp8_weight(w: Float[Tensor, "E N K"]) -> Float[Tensor, "E N K"]:
 
 
 def fake_nvfp4(x: Float[Tensor, "*rows K"]) -> Float[Tensor, "*rows K"]:
-    """Activations as an NVFP4 product sees them, in x's dtype: blocks of 16 along the last axis, t = 6 only.
+    """Activations as an NVFP4 product sees them, in x's dtype: blocks of 16 along the last axis, target 6 only.
 
     The outer scale is each token's own maximum over 2688. Kernels in use today mostly take one scale for the whole
     tensor, calibrated beforehand; released checkpoints carry no such number, and one computed on the fly would make a
@@ -350,9 +354,9 @@ def fake_nvfp4(x: Float[Tensor, "*rows K"]) -> Float[Tensor, "*rows K"]:
     _check_columns(NVFP4, x)
     blocks = wide(x).unflatten(-1, (-1, GROUP[NVFP4]))
     amax = blocks.abs().amax((-2, -1), keepdim=True)
-    delta = _scalar(DENOMINATOR, blocks)
-    values, scales = _nvfp4_round(blocks, amax, delta, E2M1_MAX)
-    return (values * scales * (amax / delta)).flatten(-2).to(x.dtype)
+    outer = _scalar(DENOMINATOR, blocks)
+    values, scales = _nvfp4_round(blocks, amax, outer, E2M1_MAX)
+    return (values * scales * (amax / outer)).flatten(-2).to(x.dtype)
 
 
 def fake_mxfp8(x: Float[Tensor, "*rows K"]) -> Float[Tensor, "*rows K"]:

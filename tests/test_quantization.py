@@ -527,7 +527,7 @@ def test_gpu_compiled_differs_on_near_ties_only(fake):
     w = weights(9, (5, 61, 256)).cuda()
     w[2] = 0
     out, expected = torch.compile(fake, fullgraph=True)(w), fake(w)
-    # A block that takes the other of t = 6 and t = 4, or a value on the other side of a tie; the rest to the last bit.
+    # A block that takes the other target, or a value on the other side of a tie; the rest to the last bit.
     close = (out - expected).abs() <= 1e-6 * expected.abs()
     assert close.float().mean() > 0.999
     assert out.isfinite().all()

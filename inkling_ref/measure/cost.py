@@ -112,7 +112,8 @@ def cache_bytes(
 ) -> Counter[str]:
     """Bytes that one sequence of `context` tokens keeps on one rank, by part.
 
-    The defaults are bfloat16 keys and values and float32 convolution inputs.
+    The defaults, bfloat16 keys and values and float32 convolution inputs, are how the model is served. `cache.Cache`
+    keeps both in the model's dtype, which loses nothing, and `rollback` positions more.
     """
     _check_split(config, tp, 1)
     text = config.text
