@@ -189,13 +189,13 @@ def one_layer() -> None:
         arrow((left + 0.305, 1.99), (left + 0.305, 2.21))
         box(left, 2.21, 0.61, 0.4, name, size=10 if len(name) == 1 else 8.4)
         arrow((left + 0.305, 2.61), (left + 0.305, 2.83 if len(name) == 1 else 5.04))
-    box(7.4, 2.83, 1.27, 0.9, "scale, L2 clip;\nfull layers:\n× log(position)", size=9.3)
-    box(8.72, 2.83, 1.27, 0.34, "short conv", CONV, 0.35)
+    box(7.4, 2.83, 1.27, 0.92, "scale, L2 clip;\nfull layers:\n× log(position)", size=9.3)
+    box(8.72, 2.83, 1.27, 0.44, "short conv; full\nlayers: dynamic", CONV, 0.35, size=9.0)
     for name, left in {"L2 clip": 8.72, "RMS": 9.38}.items():
-        arrow((left + 0.305, 3.17), (left + 0.305, 3.39))
-        box(left, 3.39, 0.61, 0.34, name, size=9.2)
+        arrow((left + 0.305, 3.27), (left + 0.305, 3.45))
+        box(left, 3.45, 0.61, 0.3, name, size=9.2)
     for name in "qrkv":
-        arrow((columns[name] + 0.305, 3.73), (columns[name] + 0.305, 3.95))
+        arrow((columns[name] + 0.305, 3.75), (columns[name] + 0.305, 3.95))
     attention = "softmax(q·k + r·P[distance], sink)·v\nsliding: the last W keys; full: all"
     box(x, 3.95, 2.59, 0.86, attention, FULL, 0.32, size=9.3)
     arrow((10.345, 4.38), (x + 2.59, 4.38))  # the sink
@@ -204,6 +204,7 @@ def one_layer() -> None:
     arrow((mid, 5.38), (mid, 5.6))
     box(x, 5.6, width, 0.34, "short conv", CONV, 0.35)
     join(6.17, 5.94)
+    label(mid + 0.12, 6.17, "the first layer of a block\nstarts the sum anew", 8.6, RESIDUAL, align="left")
 
     mixture(6.42, "mix over depth", 0.36)
     arrow((mid, 6.78), (mid, 6.98))
