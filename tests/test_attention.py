@@ -302,7 +302,7 @@ def test_case_17_sink_in_a_model(monkeypatch):
             cache = model.new_cache()
             for part in (ids[:, :9], ids[:, 9:10], ids[:, 10:]):
                 assert logits(model, part, cache=cache).isfinite().all()
-            assert len(seen) == 4 * 3
+            assert len(seen) >= 4 * 3
             assert all((total - p_sum).abs().max() < 0.02 for total in seen)
 
 

@@ -158,6 +158,19 @@ def test_fork_is_independent(model, ids, full):
         assert relative_rms(rest, full[:, at:]) < 1e-5
 
 
+def test_forks_that_decode_in_turn(model, ids):
+    """Three branches of one prefix, one token each in turn, each compared with a full forward of its own text."""
+    prefix = filled(model, ids[:, :7], 5)
+    texts = [torch.cat([ids[:, :7], random_ids(2, 11, seed=seed)], dim=1) for seed in range(3)]
+    branches = [prefix, prefix.fork(), prefix.fork()]
+    steps: list[list] = [[], [], []]
+    for t in range(7, 18):
+        for branch, text, out in zip(branches, texts, steps, strict=True):
+            out.append(logits(model, text[:, t : t + 1], cache=branch))
+    for text, out in zip(texts, steps, strict=True):
+        assert relative_rms(torch.cat(out, dim=1), logits(model, text)[:, 7:]) < 1e-5
+
+
 @pytest.mark.parametrize("copier", ["deepcopy", "pickle", "torch.save", "fork"])
 def test_copies_carry_every_state(model, ids, full, copier):
     cache = filled(model, ids[:, :21], 17)
@@ -196,10 +209,12 @@ def test_an_exception_in_the_middle_leaves_the_cache_usable(model, ids, full):
 
 
 def test_a_cache_filled_in_inference_mode_can_be_extended_outside(model, ids, full):
-    cache = filled(model, ids[:, :13])
-    with torch.no_grad():
-        rest = model(ids[:, 13:], cache=cache).logits
-    assert relative_rms(rest, full[:, 13:]) < 1e-5
+    cache = filled(model, ids[:, :13], 10)  # full layers now have room for twenty positions
+    for end in (14, 15, 30, T):
+        start = cache.length
+        with torch.no_grad():
+            step = model(ids[:, start:end], cache=cache).logits
+        assert relative_rms(step, full[:, start:end]) < 1e-5
 
 
 def test_dtype_and_bytes():

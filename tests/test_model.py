@@ -370,6 +370,21 @@ def test_every_operation_goes_through_the_backend(ids):
     assert channels == {"short_conv": 3 * 2 * 3 * 10 + 4 * 2 * 32, "dynamic_short_conv": 2 * 2 * 8}
 
 
+def test_quantised_activations_follow_each_layers_format(ids, full):
+    """Off by default; on, each layer by the format its experts were stored in; off again, bit for bit as before."""
+    model = random_model()
+    before = logits(model, ids)
+    assert torch.equal(logits(model.quantize_activations(), ids), before)  # dense layers stay as they are
+    results = []
+    for formats in (["nvfp4", "bf16", "bf16", "bf16"], ["bf16", "bf16", "bf16", "nvfp4"], ["nvfp4"] * 4):
+        for layer, stored in zip(model.llm.layers, formats, strict=True):
+            layer.mlp.experts.stored_format = stored
+        results.append(logits(model.quantize_activations(), ids))
+        assert relative_rms(results[-1], before) > 1e-2
+    assert relative_rms(results[0], results[1]) > 1e-2
+    assert torch.equal(logits(model.quantize_activations(False), ids), before)
+
+
 def test_cast_keeps_float32_tensors(model):
     kept = {name for name, _ in model.named_parameters() if keeps_float32(name)}
     low = copy.deepcopy(model).cast(torch.bfloat16)
