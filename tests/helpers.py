@@ -9,6 +9,7 @@ from dataclasses import fields
 import torch
 from jaxtyping import config as jaxtyping_config
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from inkling_ref.backends import Backend
 from inkling_ref.cache import Cache
@@ -81,6 +82,17 @@ def unchecked() -> Iterator[None]:
         yield
     finally:
         jaxtyping_config.update("jaxtyping_disable", before)
+
+
+class NoNarrowFloat(TorchDispatchMode):
+    """Raises when an operation returns a floating tensor narrower than float64."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64:
+                raise AssertionError(f"{func} returned {t.dtype}")
+        return out
 
 
 class Spy:

@@ -104,18 +104,6 @@ def test_crop_of_rows_to_different_lengths(model, ids, full):
         assert relative_rms(step[1, 0], full[1, 28 + t]) < 1e-5
 
 
-def test_crop_again_and_again(model, ids, full):
-    """Twenty rounds that append four and take back three: never more than the reserve, never an old token."""
-    cache = filled(model, ids[:, :10], 5)
-    for n in range(10, 30):
-        block = torch.cat([ids[:, n : n + 1], random_ids(2, 3, seed=n)], dim=1)
-        step = logits(model, block, cache=cache)
-        cache.crop(n + 1)
-        assert relative_rms(step[:, 0], full[:, n]) < 1e-5
-    clean = filled(model, ids[:, :30])
-    assert_same_contents(model, cache, clean, 1e-5)
-
-
 def test_crop_refuses_what_it_cannot_do(model, ids):
     cache = filled(model, ids, 20, rollback=6)
     cache.crop(T)  # nothing to do
@@ -317,3 +305,30 @@ def test_case_10_what_a_sliding_layer_keeps(ids):
         widths = (W - 1 + rollback + T_call) * 2 * G * d + (3 + rollback + T_call) * (2 * G * d + 2 * D)
         assert cache.num_bytes() <= 4 * 2 * 4 * widths  # layers, rows, bytes a number
         n += T_call
+
+
+@unchecked()
+def test_case_12_a_drafter_and_its_target_stay_in_step(model):
+    """Twenty rounds that accept 0 to 4 of 4 drafts: both caches end each round with the same tokens.
+
+    After a full accept the drafter lacks its last draft, which it proposed and never read: a crop to the target's
+    length is refused, instead of a cache that falls behind.
+    """
+    drafter, ids, n = random_model(seed=1), random_ids(2, 70, seed=12), 5
+    ours, drafts = filled(model, ids[:, :n]), filled(drafter, ids[:, :n])
+    for accepted in [0, 1, 2, 3, 4] * 4:
+        block = ids[:, n : n + 5].clone()  # the newest token, which neither cache holds, and four drafts
+        block[:, 1 + accepted :] = (block[:, 1 + accepted :] + 1) % 39
+        logits(drafter, block[:, :4], cache=drafts)
+        logits(model, block, cache=ours)
+        n += 1 + accepted
+        ours.crop(n)
+        if accepted == 4:
+            with pytest.raises(InputError, match="cannot be cropped"):
+                drafts.crop(n)
+            logits(drafter, block[:, 4:], cache=drafts)
+        else:
+            drafts.crop(n)
+        assert ours.lengths == drafts.lengths == [n, n]
+    assert_same_contents(model, ours, filled(model, ids[:, :n]), 1e-5)
+    assert_same_contents(drafter, drafts, filled(drafter, ids[:, :n]), 1e-5)

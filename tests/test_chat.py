@@ -1,3 +1,5 @@
+"""Messages to ids and replies to blocks: the wire format letter for letter, spelled markers, cuts, streaming."""
+
 import dataclasses
 import json
 from itertools import pairwise

@@ -1,3 +1,5 @@
+"""Generation on a model whose right answer is known for any history, then on the real one; sampling; streams."""
+
 import dataclasses
 import math
 from types import SimpleNamespace

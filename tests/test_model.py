@@ -4,9 +4,7 @@ import copy
 
 import pytest
 import torch
-from helpers import IMAGE, Spy, logits, random_ids, random_model, relative_rms, unchecked
-from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from helpers import IMAGE, NoNarrowFloat, Spy, logits, random_ids, random_model, relative_rms, unchecked
 
 from inkling_ref import residual
 from inkling_ref.backends import Backend
@@ -71,17 +69,6 @@ def test_float64_is_the_truth(ids, full):
     assert relative_rms(full, truth) < 1e-5
     for ends in [(T,), (17, *range(18, T + 1)), (7, 14, 21, 28, 35, 40)]:
         assert relative_rms(in_pieces(model, ids, ends), truth) < 1e-12
-
-
-class NoNarrowFloat(TorchDispatchMode):
-    """Raises when an operation returns a floating tensor narrower than float64."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for t in out if isinstance(out, (tuple, list)) else [out]:
-            if isinstance(t, torch.Tensor) and t.is_floating_point() and t.dtype != torch.float64:
-                raise AssertionError(f"{func} returned {t.dtype}")
-        return out
 
 
 def test_no_step_leaves_float64():
@@ -618,4 +605,4 @@ def test_every_module_is_a_plain_module():
     """No hook, no buffer, no state beyond the parameters: what `load` fills is all there is."""
     model = Inkling(InklingConfig.tiny())
     assert not list(model.buffers())
-    assert all(isinstance(m, nn.Module) and not m._forward_hooks for m in model.modules())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())

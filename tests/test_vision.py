@@ -1,18 +1,21 @@
+"""Pictures to tiles, against the golden ones; the encoder against golden, transformers and itself; cases 43 to 49."""
+
 import base64
 import io
 import json
+import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import NoNarrowFloat, relative_rms
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, features
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from inkling_ref import vision
 from inkling_ref.config import InklingConfig, VisionConfig
@@ -36,14 +39,6 @@ ENCODERS = {
 }
 GRIDS = [(2, 3), (1, 5), (7, 1), (2, 3), (1, 1), (3, 4)]
 D_TEXT = 38
-
-
-def error(a: Tensor, b: Tensor) -> float:
-    """Relative RMS error of a against b; never NaN."""
-    assert a.shape == b.shape
-    assert a.isfinite().all()
-    assert b.isfinite().all()
-    return ((a.double() - b.double()).pow(2).mean() / b.double().pow(2).mean()).sqrt().item()
 
 
 def encoder(config: VisionConfig, seed: int = 0) -> VisionModel:
@@ -349,8 +344,6 @@ def test_case_47_too_many_pixels():
     def claims(width, height):
         data = bytearray(encoded(Image.new("1", (1, 1))))
         data[16:24] = width.to_bytes(4, "big") + height.to_bytes(4, "big")
-        import zlib
-
         data[29:33] = zlib.crc32(bytes(data[12:29])).to_bytes(4, "big")
         return bytes(data)
 
@@ -432,18 +425,7 @@ def golden_encoder() -> tuple[VisionModel, dict[str, Tensor]]:
 def test_golden_image_features(golden_encoder):
     model, expected = golden_encoder
     features = model(expected["pixel_values"], expected["image_grid_thw"])
-    assert error(features, expected["image_features"]) < 2e-6
-
-
-class NoNarrowFloats(TorchDispatchMode):
-    """Fails on every operator that returns floats narrower than float64."""
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **kwargs or {})
-        for tensor in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(tensor, Tensor) and tensor.is_floating_point():
-                assert tensor.dtype == torch.float64, f"{function} returned {tensor.dtype}"
-        return result
+    assert relative_rms(features, expected["image_features"]) < 2e-6
 
 
 def test_float64_is_float64_throughout(golden_encoder):
@@ -452,9 +434,9 @@ def test_float64_is_float64_throughout(golden_encoder):
     narrow = model(pixel_values, grid)
     model = VisionModel(model.config, narrow.shape[1]).double()
     model.load_state_dict(golden_encoder[0].state_dict())
-    with torch.no_grad(), NoNarrowFloats():
+    with torch.no_grad(), NoNarrowFloat():
         exact = model(pixel_values.double(), grid)
-    assert 1e-8 < error(narrow, exact) < 2e-6
+    assert 1e-8 < relative_rms(narrow, exact) < 2e-6
 
 
 RENAMED = {  # released name -> name inside transformers
@@ -465,11 +447,12 @@ RENAMED = {  # released name -> name inside transformers
 
 
 def transformers_twin(model: VisionModel):
-    transformers = pytest.importorskip("transformers.models.inkling2.modeling_inkling2", minversion=None)
-    configuration = pytest.importorskip("transformers.models.inkling2.configuration_inkling2")
+    from transformers.models.inkling2.configuration_inkling2 import Inkling2VisionConfig
+    from transformers.models.inkling2.modeling_inkling2 import Inkling2VisionModel
+
     values = {**vars(model.config), "text_hidden_size": D_TEXT}
     values["rope_parameters"] = {"rope_type": "axial", "rope_theta": values.pop("rope_theta")}
-    twin = transformers.Inkling2VisionModel(configuration.Inkling2VisionConfig(**values)).eval()
+    twin = Inkling2VisionModel(Inkling2VisionConfig(**values)).eval()
     state = {}
     for name, tensor in model.state_dict().items():
         for ours, theirs in RENAMED.items():
@@ -484,7 +467,7 @@ def test_parity_with_transformers(name):
     model = encoder(ENCODERS[name])
     pixel_values, grid = tiles(model.config)
     want = transformers_twin(model)(pixel_values, grid).pooler_output
-    assert error(model(pixel_values, grid), want) < 1e-5
+    assert relative_rms(model(pixel_values, grid), want) < 1e-5
 
 
 @pytest.mark.parametrize("name", ENCODERS)
@@ -497,8 +480,8 @@ def test_bfloat16_is_as_near_to_float32_as_transformers(name):
         model = model.bfloat16()
         features = model(pixel_values, grid)
         assert features.dtype == torch.bfloat16
-        ours.append(error(features, exact))
-        theirs.append(error(transformers_twin(model)(pixel_values.bfloat16(), grid).pooler_output, exact))
+        ours.append(relative_rms(features, exact))
+        theirs.append(relative_rms(transformers_twin(model)(pixel_values.bfloat16(), grid).pooler_output, exact))
     assert sum(ours) / sum(theirs) < 1.2
 
 
@@ -515,7 +498,7 @@ def test_every_term_moves_the_features(term):
             parameter.zero_()
     if term == "rope":
         model.config = VisionConfig(**{**vars(model.config), "rope_theta": 300.0})
-    assert error(model(pixel_values, grid), want) > 1e-3
+    assert relative_rms(model(pixel_values, grid), want) > 1e-3
 
 
 def test_images_do_not_see_one_another():
@@ -523,7 +506,7 @@ def test_images_do_not_see_one_another():
     pixel_values, grid = tiles(model.config)
     together = model(pixel_values, grid).split([r * c for r, c in GRIDS])
     for image, row, alone in zip(pixel_values.split([r * c for r, c in GRIDS]), grid, together, strict=True):
-        assert error(model(image, row[None]), alone) < 1e-6
+        assert relative_rms(model(image, row[None]), alone) < 1e-6
 
 
 @pytest.mark.parametrize("name", ["d8", "d16-merge3"])
@@ -540,7 +523,7 @@ def test_padded_batch_equals_pictures_alone(name):
     features = model.encode(batch, padded_grid, padded=True)
     assert features.isfinite().all()
     real = torch.cat([row[:n] for row, n in zip(features, counts, strict=False)])
-    assert error(real, model(pixel_values, grid)) < 1e-6
+    assert relative_rms(real, model(pixel_values, grid)) < 1e-6
 
 
 def test_encode_compiles_to_one_graph(pytestconfig):
@@ -551,7 +534,7 @@ def test_encode_compiles_to_one_graph(pytestconfig):
     batch = torch.rand(3, 6, side, side, 3)
     grid = torch.tensor([[2, 3], [1, 4], [0, 0]])
     compiled = torch.compile(model.encode, fullgraph=True, backend="aot_eager")
-    assert error(compiled(batch, grid, padded=True), model.encode(batch, grid, padded=True)) < 1e-6
+    assert relative_rms(compiled(batch, grid, padded=True), model.encode(batch, grid, padded=True)) < 1e-6
 
 
 def test_autocast_runs_on_float32_masters():
@@ -559,7 +542,7 @@ def test_autocast_runs_on_float32_masters():
     pixel_values, grid = tiles(model.config)
     with torch.autocast("cpu", torch.bfloat16):
         features = model(pixel_values, grid)
-    assert 1e-4 < error(features, model(pixel_values, grid)) < 2e-2
+    assert 1e-4 < relative_rms(features, model(pixel_values, grid)) < 2e-2
 
 
 def test_gradients_reach_every_parameter():
@@ -601,8 +584,8 @@ def test_case_49_position_table_axes_and_corners(rows, columns, merge):
     want = F.interpolate(
         table[None, None], (rows * merge, columns * merge), mode="bilinear", align_corners=False, antialias=False
     )[0, 0]
-    assert error(got, want) < 1e-12
-    assert error(interpolated(table.T, columns, rows, merge), got.T) < 1e-12
+    assert relative_rms(got, want) < 1e-12
+    assert relative_rms(interpolated(table.T, columns, rows, merge), got.T) < 1e-12
     # Corners: half a patch in, clamped at the centre of the table's border entries.
     corner = max(0.0, 0.5 * side / (rows * merge) - 0.5) * 100 + max(0.0, 0.5 * side / (columns * merge) - 0.5)
     assert got[0, 0].item() == pytest.approx(corner, abs=1e-9)
