@@ -19,8 +19,6 @@ run: $(VENV)/installed  ## answer QUESTION about IMAGE with the shipped nano che
 	$(BIN)/inkling-ref ask "$(QUESTION)" --image "$(IMAGE)"
 
 test: $(VENV)/installed-test  ## every test, with every shape annotation checked
-	# torch.compile cannot trace the shape checker's wrappers: its tests run first, without.
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/test_vision.py -k compiles
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --jaxtyping-packages=inkling_ref,beartype.beartype
 
 lint: $(VENV)/installed-test  ## ruff: rules and format
