@@ -19,7 +19,7 @@ from .errors import InputError
 SLIDING = "hybrid_sliding"
 FULL = "hybrid"
 
-# Released configs and `transformers` spell some keys differently; a key that is no field is read as its right side.
+# Released configs and `transformers` spell some keys and layer types in other ways; each is read as its right side.
 _ALIASES = {
     "n_layers_per_attnres_block": "n_layers_per_attn_res_block", "sliding_window": "sliding_window_size",
     "num_local_experts": "n_routed_experts", "intermediate_size": "moe_intermediate_size",
@@ -180,14 +180,14 @@ class InklingConfig:
 
     @classmethod
     def tiny(cls) -> "InklingConfig":
-        """A model for tests: every feature on, every extent shorter than a 40-token prompt, sizes all different."""
+        """A model for tests: every feature on, every extent shorter than a 40-token prompt, no matrix square."""
         text = TextConfig(
             vocab_size=48, unpadded_vocab_size=40, hidden_size=32, num_hidden_layers=4,
             layer_types=[SLIDING, SLIDING, SLIDING, FULL],
-            num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+            num_attention_heads=4, num_key_value_heads=2, head_dim=14,
             swa_num_attention_heads=6, swa_num_key_value_heads=3, swa_head_dim=10,
             sliding_window_size=8, d_rel=5, rel_extent=12, n_layers_per_attn_res_block=2,
-            moe_intermediate_size=16, n_routed_experts=7, num_experts_per_tok=2, route_scale=2.5,
+            moe_intermediate_size=48, n_routed_experts=7, num_experts_per_tok=3, route_scale=2.5,
             qk_l2_clip_threshold=3.0, rel_l2_clip_threshold=2.0, log_scaling_n_floor=10,
             max_position_embeddings=4096, eos_token_id=None,
         )  # fmt: skip

@@ -354,7 +354,7 @@ def test_every_operation_goes_through_the_backend(ids):
     assert counts == {"mix_and_norm": 2 * layers + 1, "attend": layers, "route": layers, "experts": layers}
     # Channels, as one call may serve several convolutions: k and v, the attention's output and the MLP's.
     channels = {n: sum(call["u"].shape[-1] for call in spy.of(n)) for n in ("short_conv", "dynamic_short_conv")}
-    assert channels == {"short_conv": 3 * 2 * 3 * 10 + 4 * 2 * 32, "dynamic_short_conv": 2 * 2 * 8}
+    assert channels == {"short_conv": 3 * 2 * 3 * 10 + 4 * 2 * 32, "dynamic_short_conv": 2 * 2 * 14}
 
 
 def test_quantised_activations_follow_each_layers_format(ids, full):
@@ -599,6 +599,12 @@ def test_names_are_the_released_ones():
         "llm.attn_res.output_query", *(f"llm.attn_res.attn_queries.{i}" for i in range(3)),
         *(f"llm.attn_res.mlp_queries.{i}" for i in range(4)),
     }  # fmt: skip
+
+
+def test_no_matrix_of_tiny_is_square():
+    """Equal sizes would hide exchanged axes."""
+    shapes = {name: p.shape[-2:] for name, p in Inkling(InklingConfig.tiny()).llm.named_parameters() if p.ndim > 1}
+    assert [name for name, (rows, columns) in shapes.items() if rows == columns] == []
 
 
 def test_every_module_is_a_plain_module():

@@ -224,11 +224,11 @@ def test_moe_module():
     moe = MoE(config, Backend()).requires_grad_(False)
     shapes = {name: tuple(p.shape) for name, p in moe.named_parameters()}
     assert shapes == {
-        "gate.weight": (7, 32), "gate.bias": (7,), "experts.w13_weight": (7, 32, 32), "experts.w2_weight": (7, 32, 16),
+        "gate.weight": (7, 32), "gate.bias": (7,), "experts.w13_weight": (7, 96, 32), "experts.w2_weight": (7, 32, 48),
     }  # fmt: skip
     moe.gate.bias.normal_()
     h = torch.randn(2, 5, 32)
-    weights, ids = route(h.flatten(0, 1), moe.gate.weight, moe.gate.bias, 2, 2.5)
+    weights, ids = route(h.flatten(0, 1), moe.gate.weight, moe.gate.bias, config.num_experts_per_tok, 2.5)
     expected = written_out(h.flatten(0, 1), weights, ids, moe.experts.w13_weight, moe.experts.w2_weight, (4.0, 25.0))
     assert relative_rms(moe(h).flatten(0, 1), expected) < 2e-6
 
