@@ -86,7 +86,10 @@ class Tokenizer:
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, source: str = "tokenizer") -> None:
-        """Raises InputError if a marker is missing or if plain text could produce one."""
+        """Takes `tokenizer` over: its added tokens become special, its truncation and padding are switched off.
+
+        Raises InputError if a marker is missing or if plain text could produce one.
+        """
         self._tokenizer = tokenizer
         self.markers: dict[str, int] = {}
         for marker in sorted(_MARKERS):
