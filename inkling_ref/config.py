@@ -206,7 +206,7 @@ class InklingConfig:
             inherited = {"eos_token_id": data["eos_token_id"]} if "eos_token_id" in data else {}
             text_data = {**inherited, **_object(data["text_config"], f"{source}: text_config")}
             text = _read(TextConfig, text_data, f"{source}: text_config.", unknown)
-            known = {"text_config", "vision_config", "eos_token_id", "audio_config"} | _IGNORED
+            known = {"text_config", "vision_config", "eos_token_id"} | _IGNORED
             unknown += [key for key in data if key not in known]
         else:
             text = _read(TextConfig, data, f"{source}: ", unknown)
