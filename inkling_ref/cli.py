@@ -5,11 +5,15 @@ stdout, so that it can be piped: thinking, reports and warnings go to stderr. to
 need it: `--help` and `info` answer without.
 """
 
+import os
+import signal
 import sys
+import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -30,6 +34,9 @@ app = typer.Typer(
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns its exit status."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the caller
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  open until the end
     try:
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *_: _note(f"warning: {message}")
@@ -37,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
     except typer.TyperException as error:  # unknown commands and options
         if message := error.format_message():  # empty where the help was shown for want of a command
             _note(f"error: {message}")
-    except InputError as error:
+    except (InputError, UserWarning) as error:  # warnings are raised where Python was told to take them for errors
         _note(f"error: {error}")
     except OSError as error:
         _note(f"error: {error.filename or 'system'}: {error.strerror or error}")
@@ -49,7 +56,29 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _note(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    """One line to stderr, whatever the names in it hold. That stderr cannot be written to is no error of the command."""
+    line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
+    with suppress(OSError):
+        print(line, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _importing() -> Iterator[None]:
+    """Within, Ctrl-C ends the process at once: libraries that are being imported swallow KeyboardInterrupt now and then."""
+
+    def stop(*_: object) -> None:
+        os.write(2, b"interrupted\n")
+        os._exit(INTERRUPTED)
+
+    ours = threading.current_thread() is threading.main_thread()
+    if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 Checkpoint = Annotated[
@@ -83,11 +112,12 @@ def ask(
     pictures = [{"type": "image", "image": str(path)} for path in image or []]
     messages.append({"role": "user", "content": [*pictures, question]})
 
-    from . import checkpoint as checkpoints
-    from . import generation
-    from .chat import END_OF_TEXT, END_SAMPLING, StreamParser, Tokenizer, render
-    from .config import InklingConfig
-    from .measure.cost import parameters
+    with _importing():
+        from . import checkpoint as checkpoints
+        from . import generation
+        from .chat import END_OF_TEXT, END_SAMPLING, StreamParser, Tokenizer, render
+        from .config import InklingConfig
+        from .measure.cost import parameters
 
     # A wrong folder, picture or message is found before the weights are read.
     config, tokenizer = InklingConfig.from_pretrained(checkpoint), Tokenizer.from_pretrained(checkpoint)
@@ -173,7 +203,8 @@ def eval_nano(
     precision: Annotated[Literal["shipped", "bf16", "both"], typer.Option(help="Of the experts.")] = "shipped",
 ) -> None:
     """Exact match by task, on held-out examples of the small world."""
-    from .nano import evaluate
+    with _importing():
+        from .nano import evaluate
 
     evaluate.main(checkpoint, tasks=tasks.split(",") if tasks else None, examples=examples, precision=precision)
 
@@ -187,7 +218,8 @@ def train_nano(
     preset: Annotated[Literal["nano", "mini"] | None, typer.Option(help="Default: mini on a CPU.")] = None,
 ) -> None:
     """Train a nano from nothing, on the small world's endless pictures, stories and sums."""
-    from .nano import train
+    with _importing():
+        from .nano import train
 
     train.main(out, minutes=minutes, device=device, seed=seed, preset_name=preset)
 
@@ -288,3 +320,7 @@ def _count(number: int) -> str:
 
 def _bytes(number: int) -> str:
     return _si(number, "B")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -271,6 +272,64 @@ def test_without_terminal_type_or_unicode(folder):
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     assert b"parameters" in out
+
+
+def test_ctrl_c_while_importing_is_not_swallowed(folder):
+    """A library that catches KeyboardInterrupt on import, as some do now and then, must not keep the command going."""
+    before = """
+import builtins, os, signal
+original = builtins.__import__
+def swallowing(name, *rest):
+    if name == "torch":
+        builtins.__import__ = original
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        except KeyboardInterrupt:
+            pass
+    return original(name, *rest)
+builtins.__import__ = swallowing
+"""
+    process = start("ask", "hello", "--checkpoint", folder, "--max-new-tokens", 1, before=before)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (130, b"", b"interrupted\n")
+
+
+@pytest.mark.parametrize("descriptor", [1, 2], ids=["stdout", "stderr"])
+def test_a_closed_stream(folder, descriptor):
+    before = f"sys.{('', 'stdout', 'stderr')[descriptor]} = None  # what Python makes of it"
+    process = start("ask", "hello", "--checkpoint", folder, "--max-new-tokens", 2, before=before)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert (out, err)[descriptor - 1] == b""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_stderr_keeps_the_status(folder):
+    command = [sys.executable, "-m", "inkling_ref.cli", "info", "--checkpoint", "nowhere"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    with open("/dev/full", "w") as full:
+        assert subprocess.run(command, stderr=full, env=environment, timeout=60).returncode == 2
+
+
+def test_a_name_with_line_breaks_stays_one_line(capsys):
+    status, _, err = run(capsys, "info", "--checkpoint", "no\nsuch\x1bfolder")
+    assert status == 2
+    assert (
+        err
+        == r"error: no\nsuch\x1bfolder/config.json: not found, expected a checkpoint folder with a config.json" + "\n"
+    )
+
+
+def test_warnings_as_errors_are_one_line(capsys, folder, tmp_path):
+    config = (folder / "config.json").read_text().replace('"hidden_size"', '"zebra": 1, "hidden_size"', 1)
+    (tmp_path / "config.json").write_text(config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        status, out, err = run(capsys, "info", "--checkpoint", tmp_path)
+    assert (status, out) == (2, "")
+    assert err.startswith("error: ")
+    assert "zebra" in err
+    assert err.count("\n") == 1
 
 
 # ---- info
