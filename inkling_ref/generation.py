@@ -190,7 +190,12 @@ def stream(
             raise InputError(f"input_ids: row {row} has {len(prompt)} tokens, max_position_embeddings is {limit}")
     eos = _read_eos(config.eos_token_id if eos_token_id is None else eos_token_id, config.vocab_size)
     generator = torch.Generator(device=model.device)
-    generator.seed() if seed is None else generator.manual_seed(seed)
+    if seed is None:
+        generator.seed()
+    elif isinstance(seed, int) and not isinstance(seed, bool) and -(2**63) <= seed < 2**64:
+        generator.manual_seed(seed)
+    else:
+        raise InputError(f"seed is {seed!r}, expected an integer from -2**63 to 2**64 - 1")
 
     result = Generation([[] for _ in rows], [None] * len(rows), Stats(prompt_tokens=sum(map(len, rows))))
 

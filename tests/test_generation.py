@@ -574,3 +574,14 @@ def test_seeds_reproduce_on_the_model(model):
     runs = [generate(model, rows, 12, temperature=1.0, top_p=0.9, seed=s).tokens for s in (1, 1, 2)]
     assert runs[0] == runs[1] != runs[2]
     assert max(max(t) for t in runs[0]) < 40
+
+
+@pytest.mark.parametrize("seed", [2**64, -(2**63) - 1, 10**30], ids=str)
+def test_a_seed_out_of_range_is_named(model, seed):
+    with pytest.raises(InputError, match=f"seed is {seed}, expected an integer"):
+        generate(model, [[1]], 1, temperature=1.0, seed=seed)
+
+
+@pytest.mark.parametrize("seed", [2**64 - 1, -(2**63)], ids=str)
+def test_the_ends_of_the_range_are_seeds(model, seed):
+    assert len(generate(model, [[1]], 2, temperature=1.0, seed=seed).tokens[0]) == 2
