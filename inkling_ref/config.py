@@ -229,7 +229,7 @@ class InklingConfig:
             raise InputError(f"{path}: not found, expected a checkpoint folder with a config.json")
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
-        except (ValueError, UnicodeDecodeError) as error:
+        except (ValueError, RecursionError) as error:
             raise InputError(f"{path}: not valid JSON ({error})") from None
         return cls.from_dict(data, source=str(path))
 

@@ -84,7 +84,7 @@ def read_header(path: Path) -> dict[str, Stored]:
             fields = dict(value)
             start, stop = map(operator.index, fields["data_offsets"])
             entries.append((start, stop, name, str(fields["dtype"]), tuple(map(operator.index, fields["shape"]))))
-    except (ValueError, TypeError, KeyError, IndexError) as error:
+    except (ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
         raise InputError(f"{path}: expected a safetensors header, got {type(error).__name__}: {error}") from None
     tensors: dict[str, Stored] = {}
     end = 0
@@ -236,7 +236,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(data, dict):
         raise InputError(f"{path}: expected a JSON object, got {type(data).__name__}")

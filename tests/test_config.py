@@ -273,7 +273,14 @@ def test_not_an_object(data):
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [(None, "not found"), (b"{", "not valid JSON"), (b"\xff\xfe\x00", "not valid JSON")]
+    ("content", "message"),
+    [
+        (None, "not found"),
+        (b"{", "not valid JSON"),
+        (b"\xff\xfe\x00", "not valid JSON"),
+        (b"[" * 100_000 + b"]" * 100_000, "not valid JSON"),
+    ],
+    ids=["missing", "cut", "not UTF-8", "too deep"],
 )
 def test_an_unreadable_file_is_named(tmp_path, content, message):
     path = tmp_path / "config.json"

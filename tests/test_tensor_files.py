@@ -22,6 +22,7 @@ from inkling_ref.tensor_files import (
     Layout,
     Part,
     read_header,
+    read_json,
     write_file,
 )
 
@@ -354,3 +355,13 @@ def test_an_index_that_is_none(sharded, text):
 def test_a_folder_without_weights(tmp_path):
     with pytest.raises(InputError, match=r"expected model\.safetensors or model\.safetensors\.index\.json"):
         CheckpointReader(tmp_path)
+
+
+def test_json_that_is_nested_too_deeply_is_named(tmp_path):
+    deep = b"[" * 100_000 + b"]" * 100_000
+    (tmp_path / "deep.json").write_bytes(deep)
+    with pytest.raises(InputError, match=r"deep\.json: not valid JSON"):
+        read_json(tmp_path / "deep.json")
+    (tmp_path / "deep.safetensors").write_bytes(len(deep).to_bytes(8, "little") + deep)
+    with pytest.raises(InputError, match=r"deep\.safetensors: expected a safetensors header"):
+        read_header(tmp_path / "deep.safetensors")
