@@ -152,7 +152,9 @@ def _mxfp8_round(
     largest = blocks.abs().amax(-1, keepdim=True)
     # frexp gives largest = f * 2^e with 1/2 <= f < 1, so floor(log2 largest) = e - 1 exactly; log2 may round up.
     byte = torch.where(largest > 0, torch.frexp(largest).exponent - 1 - 8 + 127, 0).clamp(0, 254)
-    return e4m3_round(blocks * e8m0_value(254 - byte)), byte  # 2^(127 - byte): the reciprocal is exact
+    scaled = blocks * e8m0_value(254 - byte)  # 2^(127 - byte): the reciprocal is exact
+    # An infinity would saturate to a small finite value, as frexp gives it the exponent 0. NaN passes on by itself.
+    return e4m3_round(torch.where(largest.isinf(), torch.nan, scaled)), byte
 
 
 def nvfp4_decode(
@@ -250,7 +252,8 @@ def nvfp4_quantize(
     """
     if not 0 < denominator < float("inf"):
         raise InputError(f"{name}: denominator {denominator}, expected a positive number")
-    _check_weight(NVFP4, w, name, torch.finfo(torch.float32).max / denominator)
+    # Neither m * denominator / a nor a / denominator may overflow.
+    _check_weight(NVFP4, w, name, torch.finfo(torch.float32).max * min(denominator, 1 / denominator))
     parts = []
     for chunk in _chunks(w):
         values, scales, amax, outer = _four_over_six(w[chunk], denominator)
@@ -377,8 +380,8 @@ def _check_columns(quantisation: str, x: Tensor) -> None:
 
 def _check_weight(quantisation: str, w: Tensor, name: str, limit: float) -> None:
     stored_layout(quantisation, tuple(w.shape), name)
-    if not w.is_floating_point():
-        raise InputError(f"{name}: {_text(w.dtype)}, expected a floating-point weight")
+    if not w.is_floating_point() or w.dtype.itemsize < 2:
+        raise InputError(f"{name}: {_text(w.dtype)}, expected a floating-point weight of at least 16 bits")
     for expert, rows in enumerate(w):
         # Comparing this way round is false for NaN as well.
         if not (largest := rows.abs().amax().item()) <= limit:

@@ -533,3 +533,26 @@ def test_gpu_compiled_differs_on_near_ties_only(fake):
     assert out.isfinite().all()
     error, wanted = (out - w).square().mean(), (expected - w).square().mean()
     assert error < 1.0001 * wanted
+
+
+@pytest.mark.parametrize("fake", [qt.fake_nvfp4, qt.fake_mxfp8], ids=["nvfp4", "mxfp8"])
+def test_fake_quantisation_makes_no_finite_number_of_an_infinity(fake):
+    x = weights(shape=(2, 3, 64), scale=1.0)
+    expected = fake(x)
+    x[1, 2, 40] = -math.inf
+    y = fake(x)
+    assert not y[1, 2, 40].isfinite()
+    assert y[:1].equal(expected[:1])
+    assert y[1, :2].equal(expected[1, :2])
+
+
+@pytest.mark.parametrize("quantisation", [qt.NVFP4, qt.MXFP8])
+def test_weights_of_8_bits_are_refused(quantisation):
+    with pytest.raises(InputError, match="up: float8_e4m3fn, expected a floating-point weight"):
+        qt.quantize_stored(quantisation, torch.ones(E, N, 64).to(torch.float8_e4m3fn), "up")
+
+
+def test_a_denominator_too_small_for_the_weights_is_refused():
+    """a / denominator would overflow."""
+    with pytest.raises(InputError, match="weight: expert 0 holds"):
+        qt.nvfp4_quantize(torch.ones(1, 2, 32), 1e-39)
