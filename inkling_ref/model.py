@@ -231,14 +231,14 @@ class Inkling(nn.Module):
         self, e: Tensor, input_ids: Tensor, features: Tensor | None, counts: list[int], cache: Cache | None
     ) -> Tensor:
         """Image features replace the embeddings of image tokens, after the embedding norm."""
-        if self.visual is None or (features is None and cache is not None and cache.length > 0):
+        if features is None and (self.visual is None or (cache is not None and cache.length > 0)):
             return e  # while decoding, a sampled image token is a token like any other
         places = input_ids == self.config.image_token_id
         places = places & _before(counts, places)
         wanted, given = int(places.sum()), 0 if features is None else features.shape[0]
         if wanted != given:
             raise InputError(f"images: the text has {wanted} image tokens, the images have {given} tiles")
-        return e if features is None else e.masked_scatter(places[..., None], features.to(e.dtype))
+        return e if features is None else e.masked_scatter(places[..., None], features.reshape(given, e.size(-1)).to(e))
 
 
 def _before(counts: list[int], like: Tensor) -> Bool[Tensor, "B T"]:
@@ -252,8 +252,8 @@ def _check_inputs(
     if input_ids.dim() != 2 or input_ids.dtype not in (torch.int32, torch.int64) or input_ids.numel() == 0:
         raise InputError(f"input_ids: {input_ids.dtype} {tuple(input_ids.shape)}, expected integers [B, T], not empty")
     for name, t in (("attention_mask", mask), ("document_ids", document_ids)):
-        if t is not None and t.shape != input_ids.shape:
-            raise InputError(f"{name}: shape {tuple(t.shape)}, expected that of input_ids {tuple(input_ids.shape)}")
+        if t is not None and (t.shape != input_ids.shape or t.is_floating_point()):  # 0 and -inf would be inverted
+            raise InputError(f"{name}: {t.dtype} {tuple(t.shape)}, expected integers or bools {tuple(input_ids.shape)}")
     used = config.text.unpadded_vocab_size
     low, high = (int(x) for x in input_ids.aminmax())
     if low < 0 or high >= used:

@@ -467,6 +467,8 @@ class VisionModel(nn.Module):
         side = self.config.tile_size
         if tuple(pixel_values.shape[1:]) != (side, side, 3):
             raise InputError(f"pixel_values: shape {list(pixel_values.shape)}, expected [tiles, {side}, {side}, 3]")
+        if not isinstance(image_grid_thw, Tensor):
+            raise InputError(f"image_grid_thw: {image_grid_thw!r:.60}, expected a tensor as process_images returns it")
         grids = image_grid_thw.tolist()
         whole = image_grid_thw.shape[1:] == (3,) and not image_grid_thw.is_floating_point() and len(grids) > 0
         if not whole or any(t != 1 or rows < 1 or columns < 1 for t, rows, columns in grids):

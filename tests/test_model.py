@@ -292,16 +292,29 @@ def test_wrong_inputs_are_refused_by_name(model):
         ("token id -1", {"input_ids": torch.tensor([[3, -1]])}),
         ("token id 40", {"input_ids": torch.tensor([[40]])}),
         ("attention_mask", {"input_ids": ids, "attention_mask": torch.ones(2, 5, dtype=torch.bool)}),
+        # additive masks, 0 for a token and -inf for padding, would mean the opposite
+        ("attention_mask: torch.float32", {"input_ids": ids, "attention_mask": torch.zeros(2, 6)}),
         ("document_ids", {"input_ids": ids, "document_ids": torch.zeros(1, 6, dtype=torch.int64)}),
         ("cache", {"input_ids": ids, "cache": model.new_cache(3)}),
         ("document_ids", {"input_ids": ids, "cache": model.new_cache(2), "document_ids": torch.zeros_like(ids)}),
         ("2 image tokens", {"input_ids": with_image}),
         ("0 image tokens", {"input_ids": ids, "pixel_values": pixels, "image_grid_thw": grid}),
         ("5 tiles", {"input_ids": with_image, "pixel_values": pixels, "image_grid_thw": grid}),
+        ("image_grid_thw: None", {"input_ids": with_image, "pixel_values": pixels}),
     ]
     for words, arguments in refused:
         with unchecked(), pytest.raises(InputError, match=words):
             logits(model, arguments.pop("input_ids"), **arguments)
+
+
+def test_features_of_another_width_do_not_pass(model):
+    """Their first numbers would fill the places, and nobody would know."""
+    ids = random_ids(1, 6)
+    ids[0, 2:4] = IMAGE
+    D = model.config.text.hidden_size
+    assert logits(model, ids, image_features=torch.ones(2, D)).isfinite().all()
+    with unchecked(), pytest.raises(RuntimeError, match="invalid for input of size"):
+        logits(model, ids, image_features=torch.ones(2, D + 1))
 
 
 def test_a_refused_call_leaves_the_cache_as_it_was(model, ids, full):
@@ -320,6 +333,8 @@ def test_a_text_model_refuses_pictures():
     with pytest.raises(InputError, match="no image encoder"):
         logits(model, random_ids(1, 5), pixel_values=pixels, image_grid_thw=grid)
     assert logits(model, torch.tensor([[IMAGE, 1]])).isfinite().all()  # for it, that id is a token like any other
+    with pytest.raises(InputError, match="0 image tokens, the images have 2 tiles"):  # not dropped in silence
+        logits(model, torch.tensor([[2, 1]]), image_features=torch.ones(2, config.text.hidden_size))
 
 
 # --- Backends, dtypes, gradients -----------------------------------------------------------------------------------
