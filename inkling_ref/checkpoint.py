@@ -38,6 +38,7 @@ from .tensor_files import DTYPES, INDEX, WEIGHTS, CheckpointReader, Layout, Part
 SIDECAR = "hf_quant_config.json"
 DENSE = "bf16"  # the name of the format that is none, whichever float dtype holds it
 MATRICES = ("w13_weight", "w2_weight")
+NAMED = 20  # problems that one error lists: with another model's config every tensor is one
 _COMPANIONS = ("_scale", "_amax", "_outer_scale_denominator")
 _FLOATS = tuple(DTYPES[name] for name in ("F32", "BF16", "F16", "F64"))
 _FORMAT_OF_DTYPE = {torch.uint8: NVFP4, torch.float8_e4m3fn: MXFP8, **dict.fromkeys(_FLOATS, DENSE)}
@@ -145,7 +146,8 @@ def check(reader: CheckpointReader, model: Inkling) -> list[str]:
 
     Raises:
         InputError: one error with every missing tensor, wrong shape or dtype, bad amax or denominator, and layer whose
-            declared format is not the stored one. Tensors that the model does not have are reported in a warning.
+            declared format is not the stored one; of many the first NAMED. Tensors that the model does not have are
+            reported in a warning.
     """
     problems: list[str] = []
     known: set[str] = set()
@@ -176,7 +178,8 @@ def check(reader: CheckpointReader, model: Inkling) -> list[str]:
                 open_layers.append(f"layer {layer}: {where}; {seen}")
     problems += open_layers[:1]  # the cause is one, a missing file or list
     if problems:
-        raise InputError(f"{reader.folder}: {'; '.join(problems)}")
+        more = [f"and {len(problems) - NAMED} more"] if len(problems) > NAMED else []
+        raise InputError(f"{reader.folder}: {'; '.join(problems[:NAMED] + more)}")
     if sizes and set(formats) != {DENSE}:
         blocks = f"{GROUP[NVFP4]} (NVFP4) or {GROUP[MXFP8]} (MXFP8)"
         stored = f"the stored shapes, one scale per row and {blocks} columns, win"
@@ -210,7 +213,11 @@ def load(
         InputError: naming file and tensor of all that does not fit (see `CheckpointReader` and `check`), before the
             first weight is read; or naming a tensor and expert with a NaN scale, while reading. No model results.
     """
-    device = torch.device(device)
+    try:
+        device = torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, TypeError) as error:
+        reason = str(error).partition("\n")[0].partition(":")[0]
+        raise InputError(f"device: {device!r} cannot be used here ({reason}), expected cpu or cuda") from None
     experts = experts or ("packed" if device.type == "cuda" else "dequantize")
     if experts not in ("packed", "dequantize"):
         raise InputError(f"experts: {experts!r}, expected 'packed' or 'dequantize'")
@@ -318,6 +325,8 @@ def save(
     wanted = layer_formats(experts, model.config.text.num_hidden_layers)
     if not all(isinstance(text, str) for pair in (metadata or {}).items() for text in pair):
         raise InputError(f"metadata: {metadata!r}, expected text keys and values")
+    if shard_bytes is not None and (type(shard_bytes) is not int or shard_bytes < 1):
+        raise InputError(f"shard_bytes: {shard_bytes!r}, expected a positive number of bytes, or None")
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder}: a file, expected a folder")
     parts, formats = _plan(model, wanted, None if experts is None else torch.bfloat16)
@@ -350,6 +359,9 @@ def save(
             weight_map = {name: file for file, shard in files.items() for part in shard for name in part.layout}
             _write_json(partial / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
         _move(partial, folder)
+    except OSError as error:
+        error.filename = error.filename or str(folder)  # of a write to a full disk Python does not say which file
+        raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

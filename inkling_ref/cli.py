@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _note(line: str) -> None:
-    """One line to stderr, whatever the names in it hold. That stderr cannot be written to is no error of the command."""
+    """One line to stderr, whatever the names in it hold. A stderr that cannot be written to is no fault."""
     line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
     with suppress(OSError):
         print(line, file=sys.stderr, flush=True)
@@ -64,7 +64,7 @@ def _note(line: str) -> None:
 
 @contextmanager
 def _importing() -> Iterator[None]:
-    """Within, Ctrl-C ends the process at once: libraries that are being imported swallow KeyboardInterrupt now and then."""
+    """Within, Ctrl-C ends the process at once: some libraries swallow KeyboardInterrupt while they are imported."""
 
     def stop(*_: object) -> None:
         os.write(2, b"interrupted\n")

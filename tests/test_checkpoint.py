@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -158,7 +159,11 @@ def test_dtypes(saved, dtype, experts):
     assert logits(loaded, random_ids(1, 5)).isfinite().all()
 
 
-@pytest.mark.parametrize("kwargs", [{"experts": "bf16"}, {"dtype": torch.int64}, {"backend": "none"}], ids=str)
+@pytest.mark.parametrize(
+    "kwargs",
+    [{"experts": "bf16"}, {"dtype": torch.int64}, {"backend": "none"}, {"device": "gpu"}, {"device": "cuda:99"}],
+    ids=str,
+)
 def test_wrong_arguments_are_named(saved, kwargs):
     assert next(iter(kwargs)) in error_of(saved / "bf16", **kwargs)
 
@@ -361,6 +366,31 @@ def test_wrong_arguments_of_save(model, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="a file, expected a folder"):
         save(model, tmp_path / "file")
+    with pytest.raises(InputError, match=r"shard_bytes: -1, expected"):
+        save(model, tmp_path / "x", shard_bytes=-1)
+
+
+def test_a_full_disk_is_named_and_leaves_nothing(model, tmp_path, monkeypatch):
+    def write_file(path, *_):
+        path.write_bytes(b"the beginning")
+        raise OSError(28, "No space left on device")  # as Python raises it: without the file's name
+
+    monkeypatch.setattr(checkpoint, "write_file", write_file)
+    with pytest.raises(OSError, match="No space left") as caught:
+        save(model, tmp_path / "x")
+    assert caught.value.filename == str(tmp_path / "x")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_config_of_another_model_is_one_line_of_bearable_length(model, tmp_path):
+    save(model, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["text_config"]["hidden_size"] += 2
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    message = error_of(tmp_path)
+    assert "llm.embed.weight" in message
+    assert re.search(r"; and \d+ more$", message)
+    assert len(message) < 4000
 
 
 def test_a_model_may_be_saved_over_the_folder_it_came_from(mixed):
