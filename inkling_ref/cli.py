@@ -209,15 +209,27 @@ def eval_nano(
     evaluate.main(checkpoint, tasks=tasks.split(",") if tasks else None, examples=examples, precision=precision)
 
 
+def _check_writable(folder: Path) -> None:
+    """That a checkpoint can be put there: said before minutes of training, not after."""
+    path = folder.absolute()
+    for place in (path, path.parent):  # `save` writes beside the folder first
+        nearest = next(p for p in (place, *place.parents) if p.exists())
+        if not nearest.is_dir():
+            raise InputError(f"{nearest}: a file, expected a folder")
+        if not os.access(nearest, os.W_OK | os.X_OK):
+            raise InputError(f"{nearest}: cannot be written to, expected a folder that can")
+
+
 @app.command("train-nano")
 def train_nano(
     out: Annotated[Path, typer.Argument(help="Folder for the checkpoint.")],
     minutes: Annotated[float, typer.Option(help="Of training; compiling and writing come on top.")] = 8.0,
     device: Annotated[Literal["cpu", "cuda"] | None, typer.Option(help="Default: a GPU if there is one.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the weights and the data.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the weights and the data.", min=0, max=2**63 - 1)] = 0,
     preset: Annotated[Literal["nano", "mini"] | None, typer.Option(help="Default: mini on a CPU.")] = None,
 ) -> None:
     """Train a nano from nothing, on the small world's endless pictures, stories and sums."""
+    _check_writable(out)
     with _importing():
         from .nano import train
 

@@ -421,6 +421,24 @@ def test_nano_commands_pass_their_options_on(capsys, monkeypatch, arguments, mod
     assert seen == {"folder": Path("out") if module == "train" else cli.NANO, "options": expected}
 
 
+def test_train_nano_says_before_training_that_it_cannot_write(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("inkling_ref.nano.train.main", lambda *_, **__: pytest.fail("trained"))
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file", tmp_path / "file" / "nano"):
+        expected = f"error: {tmp_path / 'file'}: a file, expected a folder\n"
+        assert run(capsys, "train-nano", out) == (2, "", expected)
+    monkeypatch.setattr("os.access", lambda *_: False)  # root may write anywhere
+    expected = f"error: {tmp_path}: cannot be written to, expected a folder that can\n"
+    assert run(capsys, "train-nano", tmp_path / "nano") == (2, "", expected)
+
+
+def test_a_seed_of_train_nano_out_of_range_is_one_line(capsys, tmp_path):
+    status, out, err = run(capsys, "train-nano", tmp_path, "--seed", 2**64)
+    assert (status, out) == (2, "")
+    assert "'--seed'" in err
+    assert err.count("\n") == 1
+
+
 def test_nano_commands_match_what_they_call():
     from inkling_ref.nano import evaluate, train
 
