@@ -546,7 +546,7 @@ def test_long_batch(encoder, n, length):
 
 def test_pixel_values_are_those_of_process_images(encoder):
     made = [rows.make_row("two pictures", rows.generator("train", "pixels", i), encoder, 128)[1] for i in range(6)]
-    batch = rows._batch(made, encoder, 128)
+    batch = rows.collate(made, encoder, 128)
     levels = [scenes.draw(scene) for row in made for scene in row.scenes]
     pixels, grid = process_images(levels)
     assert np.array_equal(batch.pixel_values(), pixels.numpy())
@@ -555,7 +555,7 @@ def test_pixel_values_are_those_of_process_images(encoder):
 
 def test_objects_name_the_tile_of_each_centre(encoder):
     made = [rows.make_row("picture", rows.generator("train", "objects", i), encoder, 128)[1] for i in range(20)]
-    batch = rows._batch(made, encoder, 128)
+    batch = rows.collate(made, encoder, 128)
     first, found = 0, 0
     for scene in (scene for row in made for scene in row.scenes):
         count = scene.grid[0] * scene.grid[1]

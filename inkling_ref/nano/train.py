@@ -60,6 +60,7 @@ from .rows import ANSWER, TEXT
 from .tasks import TASKS
 from .world.scenes import COLOURS, SHAPES
 
+RESUME_AT = 0.6  # of the schedule: resumed weights are past the high rates
 SHIPPED = Path(__file__).parent.parent / "data" / "nano"
 N_COLOURS, N_SHAPES = len(COLOURS), len(SHAPES)
 
@@ -613,7 +614,7 @@ def evaluation_batches(name: str, examples: int, shapes: dict[str, Shape]) -> li
 
     def flush(kind: str) -> None:
         if pending[kind]:
-            batch = rows._batch(pending[kind], encoder, shapes[kind].length)
+            batch = rows.collate(pending[kind], encoder, shapes[kind].length)
             batches.append((kind, to_tensors(batch, shapes[kind], encoder.image_id), len(pending[kind])))
             pending[kind] = []
 
@@ -632,11 +633,14 @@ def evaluation_batches(name: str, examples: int, shapes: dict[str, Shape]) -> li
     return batches
 
 
-def train(trainer: Trainer, streams: dict[str, Iterator], plan: Preset, seconds: float) -> list[dict]:
-    """Steps until the time is up. Rates: warm-up, constant to 45 % of the time, then linear to zero."""
+def train(trainer: Trainer, streams: dict[str, Iterator], plan: Preset, seconds: float, start: float = 0.0) -> list[dict]:
+    """Steps until the time is up. Rates: warm-up, constant to 45 % of the schedule, then linear to zero.
+
+    start: where in the schedule to begin, 0..1.
+    """
     history: list[dict] = []
     on_gpu = trainer.device.type == "cuda"
-    started, step, progress, noted = time.monotonic(), 0, 0.0, -1e9
+    started, step, progress, noted = time.monotonic(), 0, start, -1e9
     while progress < 1:
         trainer.set_rates(min(1.0, (step + 1) / plan.warmup, (1 - progress) / 0.55), progress)
         for name, kind in trainer.kinds.items():
@@ -649,7 +653,7 @@ def train(trainer: Trainer, streams: dict[str, Iterator], plan: Preset, seconds:
             if on_gpu:
                 torch.cuda.synchronize()  # else the clock would run ahead of the work
             elapsed = time.monotonic() - started
-            progress = elapsed / seconds
+            progress = start + (1 - start) * elapsed / seconds
             if elapsed - noted > max(1.0, seconds / 50) or progress >= 1:
                 noted = elapsed
                 parts = {name: [round(x, 4) for x in kind.parts.tolist()] for name, kind in trainer.kinds.items()}
@@ -739,7 +743,7 @@ def main(
         trainer.record({name: next(stream) for name, stream in streams.items()})
     log(f"ready after {time.monotonic() - began:.0f} s")
 
-    history = train(trainer, streams, plan, 60 * minutes)
+    history = train(trainer, streams, plan, 60 * minutes, RESUME_AT if resume else 0.0)
     checkpoint.save(trainer.master.cpu() if not on_gpu else trainer.master, out, experts="nvfp4+mxfp8")
     shutil.copy(SHIPPED / "tokenizer.json", out)
     if masters is not None:
