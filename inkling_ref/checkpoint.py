@@ -342,8 +342,8 @@ def save(
 
     # Hidden, and on the folder's own file system, so that moving is renaming.
     partial = folder.absolute().parent / f".{folder.absolute().name}.partial-{os.getpid()}"
+    partial.mkdir(parents=True)  # outside the try: one that exists is another thread's, and not ours to remove
     try:
-        partial.mkdir(parents=True)
         with _progress(f"writing {folder}", total) as done:
             written = 0
             for file, shard in files.items():

@@ -382,6 +382,19 @@ def test_a_full_disk_is_named_and_leaves_nothing(model, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_second_save_at_the_same_time_leaves_the_first_alone(model, tmp_path, monkeypatch):
+    def write_file(*arguments):
+        monkeypatch.undo()
+        with pytest.raises(FileExistsError, match="partial"):
+            save(model, tmp_path / "x")
+        return original(*arguments)
+
+    original = checkpoint.write_file
+    monkeypatch.setattr(checkpoint, "write_file", write_file)
+    save(model, tmp_path / "x")
+    assert torch.equal(logits(load(tmp_path / "x"), random_ids(1, 5)), logits(model, random_ids(1, 5)))
+
+
 def test_a_config_of_another_model_is_one_line_of_bearable_length(model, tmp_path):
     save(model, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
