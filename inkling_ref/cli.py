@@ -164,7 +164,8 @@ class _Printer:
 
         self.aside = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
         self.block: Any = None  # the one that is being written
-        sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode still gets its answer
+        if hasattr(sys.stdout, "reconfigure"):  # not in a notebook
+            sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode still gets its answer
 
     def show(self, delta: Any) -> None:
         if delta.block is not self.block:
@@ -319,11 +320,11 @@ def _table(title: str, columns: dict[str, Counter], show: Callable[[int], str]) 
 
 
 def _si(number: float | int, unit: str, giga: str = "G") -> str:
-    prefixes = iter(("", "k", "M", giga, "T", "P", "E"))
-    prefix = next(prefixes)
-    while number >= 999.95:
-        number, prefix = number / 1000, next(prefixes)
-    return f"{number:.4g} {prefix}{unit}"
+    prefixes = ["", "k", "M", giga, "T", "P", "E"]
+    while number >= 999.95 and len(prefixes) > 1:
+        number = number / 1000
+        del prefixes[0]
+    return f"{number:.4g} {prefixes[0]}{unit}"
 
 
 def _count(number: int) -> str:

@@ -1,6 +1,8 @@
 """The command line: what goes where, and how it ends when something is wrong."""
 
+import contextlib
 import inspect
+import io
 import os
 import re
 import signal
@@ -311,6 +313,13 @@ def test_a_full_stderr_keeps_the_status(folder):
         assert subprocess.run(command, stderr=full, env=environment, timeout=60).returncode == 2
 
 
+def test_output_to_another_kind_of_stream(folder, reply):
+    reply(*ANSWER)
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert cli.main(["ask", "hello", "--checkpoint", str(folder)]) == 0
+    assert out.getvalue() == "the red circle 😀\n"
+
+
 def test_a_name_with_line_breaks_stays_one_line(capsys):
     status, _, err = run(capsys, "info", "--checkpoint", "no\nsuch\x1bfolder")
     assert status == 2
@@ -390,6 +399,11 @@ def test_a_wrong_argument_of_info_is_one_line(capsys, arguments, message):
     assert (status, out) == (2, "")
     assert message in err
     assert err.count("\n") == 1
+
+
+def test_numbers_beyond_all_prefixes():
+    assert cli._si(999_949, "B") == "999.9 kB"
+    assert cli._si(10**23, "B") == "1e+05 EB"
 
 
 # ---- nano
