@@ -80,14 +80,14 @@ class Log:
     def commit(self) -> None:
         """Nothing to do: what stands beyond a row's length does not count."""
 
-    def fork(self, layouts: dict[int, "Layout"]) -> "Log":
+    def fork(self, slots: dict[int, "Slots"]) -> "Log":
         other = copy.copy(self)
         other.data = self.data.clone()
         return other
 
 
-class Layout:
-    """Which positions stand in the slots of a `Tail`: one layout serves all tails with the same `keep`."""
+class Slots:
+    """Which positions stand in the slots of a `Tail`: one set serves all tails with the same `keep`."""
 
     def __init__(self, batch: int, history: int, rollback: int) -> None:
         self.history, self.keep = history, history + rollback
@@ -108,13 +108,13 @@ class Layout:
 class Tail:
     """The last `keep` entries before the newest call, and that call's. Tensors are replaced, never written into."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, layout: Layout) -> None:
-        self.layout = layout
-        self.data = self.proposed = torch.zeros(*shape[:-1], layout.keep, shape[-1], dtype=dtype, device=device)
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, slots: Slots) -> None:
+        self.slots = slots
+        self.data = self.proposed = torch.zeros(*shape[:-1], slots.keep, shape[-1], dtype=dtype, device=device)
 
     def extend(self, x: Float[Tensor, "B *G T width"]) -> Float[Tensor, "B *G slots width"]:
         """The kept entries, then `x`."""
-        kept, first = self.layout.kept, self.layout.first
+        kept, first = self.slots.kept, self.slots.first
         if same(first):
             old = self.data.narrow(-2, first[0], kept)
         else:
@@ -125,9 +125,9 @@ class Tail:
     def commit(self) -> None:
         self.data = self.proposed
 
-    def fork(self, layouts: dict[int, Layout]) -> "Tail":
+    def fork(self, slots: dict[int, Slots]) -> "Tail":
         other = copy.copy(self)
-        other.layout = layouts[id(self.layout)]
+        other.slots = slots[id(self.slots)]
         return other
 
 
@@ -147,8 +147,8 @@ class LayerCache:
         """All keys and values that this call may see; for each row the slot of its query 0, and its first used slot."""
         if isinstance(self.keys, Log):
             return self.keys.extend(k, lengths), self.values.extend(v, lengths), lengths, [0] * len(lengths)
-        layout = self.keys.layout
-        return self.keys.extend(k), self.values.extend(v), [layout.kept] * len(lengths), layout.empty
+        slots = self.keys.slots
+        return self.keys.extend(k), self.values.extend(v), [slots.kept] * len(lengths), slots.empty
 
 
 class Cache:
@@ -165,14 +165,14 @@ class Cache:
             raise InputError(f"new_cache: batch_size {batch_size}, rollback {rollback}; expected >= 1 and >= 0")
         self.rollback = rollback
         self.lengths = [0] * batch_size
-        conv = Layout(batch_size, config.conv_kernel_size - 1, rollback)
-        window = Layout(batch_size, config.sliding_window_size - 1, rollback)
-        self.layouts = [conv, window]
+        conv = Slots(batch_size, config.conv_kernel_size - 1, rollback)
+        window = Slots(batch_size, config.sliding_window_size - 1, rollback)
+        self.slots = [conv, window]
         self.layers: list[LayerCache] = []
         for i in range(config.num_hidden_layers):
             a, D = config.attention(i), config.hidden_size
             G, d = a.num_key_value_heads, a.head_dim
-            kind = Log if a.window is None else partial(Tail, layout=window)
+            kind = Log if a.window is None else partial(Tail, slots=window)
             keys, values = (kind((batch_size, G, d), dtype, device) for _ in range(2))
             convs = [Tail((batch_size, channels), dtype, device, conv) for channels in (2 * G * d, D, D)]
             self.layers.append(LayerCache(keys, values, *convs))
@@ -187,12 +187,12 @@ class Cache:
 
     def begin(self) -> None:
         """Start a call: the model does it before the first layer."""
-        for layout in self.layouts:
-            layout.begin(self.lengths)
+        for slots in self.slots:
+            slots.begin(self.lengths)
 
     def commit(self, counts: list[int]) -> None:
         """Make a call's `counts` positions of each row part of the state: the model does it after the last layer."""
-        for part in (*self._states(), *self.layouts):
+        for part in (*self._states(), *self.slots):
             part.commit()
         self.lengths = [n + c for n, c in zip(self.lengths, counts, strict=True)]
 
@@ -205,7 +205,7 @@ class Cache:
         if len(wanted) != len(self.lengths):
             raise InputError(f"cache.crop: {len(wanted)} lengths for {len(self.lengths)} rows")
         for row, (new, old) in enumerate(zip(wanted, self.lengths, strict=True)):
-            oldest = max(layout.starts[row] + layout.history for layout in self.layouts)
+            oldest = max(slots.starts[row] + slots.history for slots in self.slots)
             if not 0 <= new <= old:
                 raise InputError(f"cache.crop: row {row} has {old} positions, cannot be cropped to {new}")
             if new < min(old, oldest):
@@ -218,8 +218,8 @@ class Cache:
     def fork(self) -> "Cache":
         """An independent copy: extending or cropping either leaves the other as it is."""
         other = copy.copy(self)
-        copies = {id(layout): copy.copy(layout) for layout in self.layouts}
-        other.layouts = list(copies.values())
+        copies = {id(slots): copy.copy(slots) for slots in self.slots}
+        other.slots = list(copies.values())
         other.layers = [
             LayerCache(**{name: state.fork(copies) for name, state in vars(layer).items()}) for layer in self.layers
         ]

@@ -32,14 +32,22 @@ from .backends import Backend
 from .config import InklingConfig
 from .errors import InputError
 from .model import Inkling, keeps_float32
-from .quantization import GROUP, MXFP8, NVFP4, check_stored, dequantize_stored, quantize_stored, stored_layout
+from .quantization import (
+    COMPANIONS,
+    GROUP,
+    MXFP8,
+    NVFP4,
+    check_stored,
+    dequantize_stored,
+    quantize_stored,
+    stored_layout,
+)
 from .tensor_files import DTYPES, INDEX, WEIGHTS, CheckpointReader, Layout, Part, read_json, write_file
 
 SIDECAR = "hf_quant_config.json"
 DENSE = "bf16"  # the name of the format that is none, whichever float dtype holds it
 MATRICES = ("w13_weight", "w2_weight")
 NAMED = 20  # problems that one error lists: with another model's config every tensor is one
-_COMPANIONS = ("_scale", "_amax", "_outer_scale_denominator")
 _FLOATS = tuple(DTYPES[name] for name in ("F32", "BF16", "F16", "F64"))
 _FORMAT_OF_DTYPE = {torch.uint8: NVFP4, torch.float8_e4m3fn: MXFP8, **dict.fromkeys(_FLOATS, DENSE)}
 
@@ -119,7 +127,7 @@ def _expert_problems(reader: CheckpointReader, name: str, shape: tuple[int, ...]
     else:
         layout = {suffix: Layout(*spec) for suffix, spec in stored_layout(quantisation, shape, name).items()}
     problems = []
-    for suffix in ("", *_COMPANIONS):
+    for suffix in ("", *COMPANIONS):
         part = name + suffix
         if suffix not in layout:
             if part in reader:
@@ -154,7 +162,7 @@ def check(reader: CheckpointReader, model: Inkling) -> list[str]:
     for name, parameter in model.named_parameters():
         name, shape = f"model.{name}", tuple(parameter.shape)
         is_expert = _layer_of_experts(name) is not None
-        known.update(name + suffix for suffix in ("", *(_COMPANIONS if is_expert else ())))
+        known.update(name + suffix for suffix in ("", *(COMPANIONS if is_expert else ())))
         if name not in reader:
             problems.append(f"{name} is missing")
         elif is_expert:
@@ -271,7 +279,7 @@ def _load_quantised(
 ) -> None:
     """One matrix of one layer's experts: decoded into a parameter or, to keep it, as buffers."""
     leaf = name.rpartition(".")[2]
-    tensors = {s: reader.read(name + s).to(device) for s in ("", *_COMPANIONS) if name + s in reader}
+    tensors = {s: reader.read(name + s).to(device) for s in ("", *COMPANIONS) if name + s in reader}
     named = f"{reader.file(name)}: {name}"
     if not keep:
         module.register_parameter(leaf, nn.Parameter(dequantize_stored(quantisation, tensors, dtype, named)))
@@ -378,7 +386,7 @@ def _plan(model: Inkling, wanted: list[str | None], dtype: torch.dtype | None) -
     formats: dict[int, str] = {}
 
     def expert(name: str, layer: int) -> Part:
-        tensors = {suffix: state[name + suffix] for suffix in ("", *_COMPANIONS) if name + suffix in state}
+        tensors = {suffix: state[name + suffix] for suffix in ("", *COMPANIONS) if name + suffix in state}
         packed = _FORMAT_OF_DTYPE[tensors[""].dtype]
         target = formats[layer] = wanted[layer] or packed
         *rows, columns = tensors[""].shape

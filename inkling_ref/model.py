@@ -233,12 +233,13 @@ class Inkling(nn.Module):
         """Image features replace the embeddings of image tokens, after the embedding norm."""
         if features is None and (self.visual is None or (cache is not None and cache.length > 0)):
             return e  # while decoding, a sampled image token is a token like any other
-        places = input_ids == self.config.image_token_id
-        places = places & _before(counts, places)
+        places = (input_ids == self.config.image_token_id) & _before(counts, input_ids)
         wanted, given = int(places.sum()), 0 if features is None else features.shape[0]
         if wanted != given:
             raise InputError(f"images: the text has {wanted} image tokens, the images have {given} tiles")
-        return e if features is None else e.masked_scatter(places[..., None], features.reshape(given, e.size(-1)).to(e))
+        if given and features.shape[1:] != e.shape[2:]:
+            raise InputError(f"image_features: {tuple(features.shape)}, expected {(given, e.shape[2])}")
+        return e if features is None else e.masked_scatter(places[..., None], features.to(e))
 
 
 def _before(counts: list[int], like: Tensor) -> Bool[Tensor, "B T"]:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .config import TextConfig
-from .quantization import mxfp8_decode, nvfp4_decode
+from .quantization import COMPANIONS, mxfp8_decode, nvfp4_decode
 from .residual import rounded, wide
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def softcap(x: Tensor, cap: float) -> Tensor:
 
 def softcapped_swiglu(gate_up: Float[Tensor, "N rows"], gate_cap: float, up_cap: float) -> Float[Tensor, "N I"]:
     """a of the module docstring from interleaved (g0, u0, g1, ...) columns; `wide` inside, rounded once."""
-    g, u = wide(gate_up)[:, 0::2], wide(gate_up)[:, 1::2]
+    g, u = wide(gate_up).view(len(gate_up), -1, 2).unbind(-1)
     return rounded(softcap(g, gate_cap) * g.sigmoid() * softcap(u, up_cap), gate_up.dtype)
 
 
@@ -151,13 +151,12 @@ class Experts(nn.Module):
         self.w13_weight = nn.Parameter(torch.randn(E, 2 * I, D) / math.sqrt(D))
         self.w2_weight = nn.Parameter(torch.randn(E, D, I) / math.sqrt(I))
         for name in ("w13_weight", "w2_weight"):  # filled by `checkpoint` where the weights stay packed
-            for suffix in ("_scale", "_amax", "_outer_scale_denominator"):
+            for suffix in COMPANIONS:
                 self.register_buffer(name + suffix, None)
 
     def matrix(self, name: str) -> ExpertMatrix:
         """`name`: w13_weight or w2_weight."""
-        suffixes = ("", "_scale", "_amax", "_outer_scale_denominator")
-        return ExpertMatrix(*(getattr(self, name + suffix) for suffix in suffixes))
+        return ExpertMatrix(*(getattr(self, name + suffix) for suffix in ("", *COMPANIONS)))
 
     def forward(
         self, h: Float[Tensor, "N D"], weights: Float[Tensor, "N k"], ids: Int[Tensor, "N k"]

@@ -56,6 +56,7 @@ from .residual import wide
 
 NVFP4, MXFP8 = "nvfp4", "mxfp8"
 GROUP = {NVFP4: 16, MXFP8: 32}  # values that share a scale
+COMPANIONS = ("_scale", "_amax", "_outer_scale_denominator")  # name endings of the tensors beside a stored weight
 E2M1_MAX, E4M3_MAX = 6.0, 448.0
 DENOMINATOR = E4M3_MAX * E2M1_MAX
 

@@ -313,7 +313,7 @@ def test_features_of_another_width_do_not_pass(model):
     ids[0, 2:4] = IMAGE
     D = model.config.text.hidden_size
     assert logits(model, ids, image_features=torch.ones(2, D)).isfinite().all()
-    with unchecked(), pytest.raises(RuntimeError, match="invalid for input of size"):
+    with unchecked(), pytest.raises(InputError, match=r"image_features: \(2, 33\), expected \(2, 32\)"):
         logits(model, ids, image_features=torch.ones(2, D + 1))
 
 
