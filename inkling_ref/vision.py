@@ -467,6 +467,8 @@ class VisionModel(nn.Module):
         side = self.config.tile_size
         if tuple(pixel_values.shape[1:]) != (side, side, 3):
             raise InputError(f"pixel_values: shape {list(pixel_values.shape)}, expected [tiles, {side}, {side}, 3]")
+        if not pixel_values.is_floating_point():  # levels 0..255 would pass as pixels, and far too bright ones
+            raise InputError(f"pixel_values: {pixel_values.dtype}, expected floats as process_images returns them")
         if not isinstance(image_grid_thw, Tensor):
             raise InputError(f"image_grid_thw: {image_grid_thw!r:.60}, expected a tensor as process_images returns it")
         grids = image_grid_thw.tolist()

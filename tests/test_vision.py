@@ -640,6 +640,11 @@ def test_wrong_tiles_are_refused(shape, grid, message):
         model(torch.zeros(shape), torch.tensor(grid, dtype=torch.int64).view(-1, 3))
 
 
+def test_levels_are_no_pixel_values():
+    with pytest.raises(InputError, match=r"^pixel_values: torch.uint8, expected floats"):
+        encoder(ENCODERS["d8"])._grids(torch.zeros(6, 6, 6, 3, dtype=torch.uint8), torch.tensor([[1, 2, 3]]))
+
+
 @pytest.mark.parametrize("grid", [torch.tensor([1, 2, 3]), torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[2, 3]])])
 def test_grids_of_another_kind_are_refused(grid):
     model = encoder(ENCODERS["d8"])
