@@ -41,8 +41,11 @@ def their_forward(model: Inkling, ids: torch.Tensor) -> Callable[[], object] | N
     """The same forward pass by `transformers`, with the weights of `model`; None if it is not installed."""
     try:
         from transformers import Inkling2ForConditionalGeneration
+        from transformers.utils import logging
     except ImportError:
         return None
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder:
         checkpoint.save(model, folder)
         theirs = Inkling2ForConditionalGeneration.from_pretrained(folder, dtype=model.dtype).eval()
