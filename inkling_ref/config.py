@@ -37,7 +37,7 @@ _IGNORED = {
 }  # fmt: skip
 # Facts that this code builds in; a config that says otherwise describes another model.
 _CONSTANTS = {
-    "scoring_func": ["sigmoid"], "hidden_act": ["silu", "gelu"], "projector_bias": [False], "num_channels": [3],
+    "scoring_func": ["sigmoid"], "rope_type": ["axial"], "projector_bias": [False], "num_channels": [3],
     "tie_word_embeddings": [False], "n_shared_experts": [0, None], "norm_topk_prob": [True],
 }  # fmt: skip
 
@@ -255,16 +255,19 @@ def _read(kind: type, data: dict[str, Any], prefix: str, unknown: list[str]) -> 
     """One dataclass from one JSON object: spellings resolved, constants checked, unknown keys collected."""
     names = {f.name for f in fields(kind)}
     values: dict[str, Any] = {}
+    constants = {**_CONSTANTS, "hidden_act": ["silu" if kind is TextConfig else "gelu"]}
+    if kind is VisionConfig:  # transformers keeps these two keys in an object of their own
+        data = {**data, **_object(data.get("rope_parameters") or {}, f"{prefix}rope_parameters")}
     for key, value in data.items():
         name = key if key in names else _ALIASES.get(key, key)
-        if key in _CONSTANTS and value not in _CONSTANTS[key]:
-            raise InputError(f"{prefix}{key} is {value!r}, this model needs {_CONSTANTS[key][0]!r}")
+        if key in constants and value not in constants[key]:
+            raise InputError(f"{prefix}{key} is {value!r}, this model needs {constants[key][0]!r}")
         if name in names:
             if name in values and values[name] != value:
                 raise InputError(f"{prefix}{name} is given twice, as {values[name]!r} and as {value!r}")
             if value is not None or name == "eos_token_id":  # null means "the default", but no end of text is a choice
                 values[name] = value
-        elif key not in _IGNORED and key not in _CONSTANTS:
+        elif key not in _IGNORED and key not in constants:
             unknown.append(prefix.partition(": ")[2] + key)
     if kind is TextConfig:
         if not isinstance(values.get("layer_types", []), list):
@@ -280,9 +283,6 @@ def _read(kind: type, data: dict[str, Any], prefix: str, unknown: list[str]) -> 
         if "vocab_size" in values:
             values.setdefault("unpadded_vocab_size", values["vocab_size"])
     else:
-        rope = _object(data.get("rope_parameters") or {}, f"{prefix}rope_parameters")
-        if (theta := rope.get("rope_theta", data.get("rope_theta"))) is not None:
-            values["rope_theta"] = theta
         width, ratio = values.get("hidden_size"), data.get("mlp_ratio") or 4
         if isinstance(width, int) and isinstance(ratio, (int, float)):
             values.setdefault("intermediate_size", int(width * ratio))

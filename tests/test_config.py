@@ -220,7 +220,7 @@ def test_impossible_vision_integer(name):
         ({"eos_token_id": 48}, "eos_token_id is 48, expected ids below vocab_size 48"),
         ({"eos_token_id": [3, "x"]}, "eos_token_id is [3, 'x'], expected ids below vocab_size 48"),
         ({"scoring_func": "softmax"}, "scoring_func is 'softmax', this model needs 'sigmoid'"),
-        ({"hidden_act": "relu"}, "hidden_act is 'relu', this model needs 'silu'"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu', this model needs 'silu'"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings is True, this model needs False"),
         ({"n_shared_experts": 1}, "n_shared_experts is 1, this model needs 0"),
         ({"norm_topk_prob": False}, "norm_topk_prob is False, this model needs True"),
@@ -239,6 +239,8 @@ def test_impossible_text_value(changes, message):
         ({"projector_bias": True}, "projector_bias is True, this model needs False"),
         ({"num_channels": 4}, "num_channels is 4, this model needs 3"),
         ({"rope_theta": -1.0, "rope_parameters": None}, "rope_theta is -1.0, expected a positive number"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type is 'yarn', this model needs 'axial'"),
+        ({"hidden_act": "silu"}, "hidden_act is 'silu', this model needs 'gelu'"),
     ],
     ids=lambda value: None if isinstance(value, str) else "-".join(value),
 )
