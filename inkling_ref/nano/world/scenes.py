@@ -16,6 +16,8 @@ from random import Random
 import numpy as np
 from PIL import Image, ImageDraw
 
+from ...vision import BOARD_DARK, BOARD_LIGHT, BOARD_SQUARE
+
 TILE = 40  # pixels a side of one tile = one token
 RGB = tuple[int, int, int]
 
@@ -156,6 +158,8 @@ def _near(rng: Random, rgb: RGB, jitter: int) -> RGB:
 
 def _background(rng: Random) -> Background:
     kind = rng.random()
+    if kind < 0.02:  # the checkerboard that transparent pixels become
+        return Background((BOARD_LIGHT,) * 3, pattern="checks", period=BOARD_SQUARE, depth=BOARD_DARK - BOARD_LIGHT)
     if kind < 0.25:
         first = (255, 255, 255)
     elif kind < 0.55:  # light
@@ -189,7 +193,9 @@ def _distance(a: RGB, b: RGB) -> float:
 
 
 def _stands_out(rgb: RGB, background: Background) -> bool:
-    ends = (background.first,) if background.second is None else (background.first, background.second)
+    ends = [background.first, tuple(level + background.depth for level in background.first)]
+    if background.second is not None:
+        ends.append(background.second)
     margin = CONTRAST + abs(background.depth) + background.noise
     return all(_distance(rgb, end) >= margin for end in ends)
 
