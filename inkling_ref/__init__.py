@@ -24,13 +24,14 @@ One letter means one thing, in code, equations, figures and prose::
     I  expert width                            N  rows of a matrix, or tokens flattened to B*T
 
 `q`, `k`, `v`, `r` in lower case are the query, key, value and relative states of attention; where `k` could
-be read both ways the code writes `num_experts_per_tok`. Two modules keep a letter of their own: in `quantization` K
-are the columns of a weight [E, N, K], as the format's tensors are described; in `vision` D is the encoder's width.
+be read both ways the code writes `num_experts_per_tok`. Some modules keep letters of their own: in `quantization` K
+are the columns of a weight [E, N, K], as the format's tensors are described; in `vision` D is the encoder's width; where
+tokens are drafted, N are the slots of a block, n drafted tokens, k a place among them.
 
 A component is a stem: `inkling_ref/short_conv.py`, `tests/test_short_conv.py` and so on. They import downwards only:
 errors, config, residual, then short_conv, quantization and vision, then attention and moe, then backends and cache,
-model, tensor_files and chat, checkpoint, generation, cli. Names below load on first use, so that importing the
-package, or asking the command line for help, does not wait for torch.
+model, dspark, tensor_files and chat, checkpoint, sampling, speculative, generation, cli. Names below load on first use,
+so that importing the package, or asking the command line for help, does not wait for torch.
 """
 
 from importlib import import_module
@@ -48,6 +49,11 @@ _HOME = {
     "save": "checkpoint",
     "load_image": "vision",
     "process_images": "vision",
+    "DSparkConfig": "draft_config",
+    "Drafter": "dspark",
+    "Drafting": "speculative",
+    "Threshold": "speculative",
+    "Throughput": "speculative",
     "generate": "generation",
     "stream": "generation",
     "Tokenizer": "chat",

@@ -1,71 +1,25 @@
-r"""Generation: from a prompt to new tokens, one at a time.
+"""Generation: from a prompt to new tokens, one at a time, or several with a drafter (see `speculative`).
 
-The logits of one position become probabilities in one place, `probabilities`:
-
-$$ p = \mathrm{softmax}(\mathrm{logits} / \mathrm{temperature}) \; \text{restricted to a set of tokens, renormalised} $$
-
-where the set are the top_k likeliest, and of those (renormalised) the likeliest whose masses first reach top_p.
-Tokens are ranked by logit descending, then by id ascending, so that ties at a cut are decided the same way
-everywhere. Temperature 0 puts all mass on the first of that ranking.
-
-The prompt runs in one call, or in chunks, and fills a cache; then every call appends one token a row. Rows are padded
-on the left, so that the last position of every call is the newest token of every row. A row that has ended stays in
-the batch as padding: it neither grows nor reaches a position beyond the context.
+The prompt runs in one call, or in chunks, and fills a cache; then every call appends one token a row. Prompts are
+padded on the left, so that the last position of every call is the newest token of every row. A row that has ended stays
+in the batch as padding: it neither grows nor reaches a position beyond the context.
 """
 
-import math
 import operator
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import zip_longest
 from numbers import Real
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.nn import functional as F
 
 from .errors import InputError
-from .residual import wide
-
-
-def probabilities(
-    logits: Float[Tensor, "*shape V"], temperature: Real = 1.0, top_k: Real | None = None, top_p: Real | None = None
-) -> Float[Tensor, "*shape V"]:
-    """The distribution that sampling draws from (module docstring), in `wide` precision.
-
-    Args:
-        temperature: >= 0; 0 gives a one-hot distribution on the first of the largest logits.
-        top_k: keep exactly that many tokens (all, if there are fewer); None keeps all.
-        top_p: keep the smallest set of the likeliest whose mass reaches top_p, at least one; None keeps all.
-
-    Raises:
-        InputError: naming the setting that is out of range.
-    """
-    _check_sampling(temperature, top_k, top_p)
-    logits = wide(logits)
-    V = logits.shape[-1]
-    if temperature == 0:
-        return F.one_hot(logits.argmax(dim=-1), V).to(logits.dtype)
-    # The largest logit becomes 0 before the division: no temperature, however small, overflows to inf - inf.
-    scaled = (logits - logits.amax(dim=-1, keepdim=True)) / max(temperature, torch.finfo(logits.dtype).tiny)
-    if top_k is None and top_p is None:
-        return scaled.softmax(dim=-1)
-    ranked, order = scaled.sort(dim=-1, descending=True, stable=True)
-    if top_k is not None:
-        ranked[..., top_k:] = -math.inf
-    p = ranked.softmax(dim=-1)
-    if top_p is not None and top_p < 1:
-        mass_before = F.pad(p.cumsum(dim=-1)[..., :-1], (1, 0))
-        p = p.masked_fill(mass_before >= top_p, 0)
-        p = p / p.sum(dim=-1, keepdim=True)
-    return torch.zeros_like(p).scatter(-1, order, p)
-
-
-def sample(p: Float[Tensor, "B V"], generator: torch.Generator | None = None) -> Int[Tensor, " B"]:
-    """One token a row, drawn from the distribution `p`."""
-    return torch.multinomial(p, 1, generator=generator)[:, 0]
+from .sampling import check_count, check_sampling, probabilities, sample
+from .speculative import NOT_FINITE, Drafting, DraftStats, Speculation
 
 
 @dataclass
@@ -74,9 +28,10 @@ class Stats:
 
     prompt_tokens: int = 0
     new_tokens: int = 0
-    decode_steps: int = 0  # calls after the prompt's; each gives one token to every row that has not ended
+    decode_steps: int = 0  # calls after the prompt's; each gives a token, or more, to every row that has not ended
     prefill_seconds: float = 0.0  # until the first token of every row is known
     decode_seconds: float = 0.0
+    drafting: DraftStats | None = None  # with a drafter
 
 
 @dataclass
@@ -94,7 +49,9 @@ class Generation:
 
 
 class Stream:
-    """Iterator over steps. A step is a list: the new token of every row, None for a row that had ended.
+    """Iterator over steps. A step is a list: the new token of every row, None for a row that got none.
+
+    A row gets none once it has ended. With a drafter a round gives several steps, to some rows more than to others.
 
     `result` grows along, and is complete when the iterator ends.
     """
@@ -137,6 +94,8 @@ def generate(
         seed: makes sampling reproducible; None draws a fresh one. The global random state is not touched.
         eos_token_id: id or list of ids that end a row; None takes the config's, [] has none.
         pixel_values, image_grid_thw: the images of all prompts, row by row, from `process_images`.
+        drafter: a `Drafter` of this model, or a `Drafting` with one: the same text, or distribution of texts, in fewer
+            passes of the model.
         attention_mask: shape of input_ids, true = token, false = padding, wherever it stands.
         prefill_chunk: read the prompt that many positions a call, to bound memory; the result is the same.
         on_token: called as on_token(row, token) for every new token.
@@ -172,16 +131,15 @@ def stream(
     prefill_chunk: int | None = None,
 ) -> Stream:
     """`generate`, step by step: the arguments are checked at once, the model runs as the stream is read."""
-    if drafter is not None:
-        raise InputError("drafter: speculative decoding is not available yet")
+    drafting = drafter if drafter is None or isinstance(drafter, Drafting) else Drafting(drafter)
     if (pixel_values is None) != (image_grid_thw is None):
         raise InputError(
             "pixel_values and image_grid_thw: one is missing, expected both as process_images returns them"
         )
-    _check_sampling(temperature, top_k, top_p)
-    _check_count("max_new_tokens", max_new_tokens, 0)
+    check_sampling(temperature, top_k, top_p)
+    check_count("max_new_tokens", max_new_tokens, 0)
     if prefill_chunk is not None:
-        _check_count("prefill_chunk", prefill_chunk, 1)
+        check_count("prefill_chunk", prefill_chunk, 1)
     config = model.config.text
     rows = _read_rows(input_ids, attention_mask, config.unpadded_vocab_size)
     limit = config.max_position_embeddings
@@ -197,7 +155,13 @@ def stream(
     else:
         raise InputError(f"seed is {seed!r}, expected an integer from -2**63 to 2**64 - 1")
 
-    result = Generation([[] for _ in rows], [None] * len(rows), Stats(prompt_tokens=sum(map(len, rows))))
+    speculation = None
+    if drafting is not None:
+        speculation = Speculation(model, drafting, len(rows), temperature, top_k, top_p, generator)
+
+    stats = Stats(prompt_tokens=sum(map(len, rows)), drafting=speculation and speculation.stats)
+    result = Generation([[] for _ in rows], [None] * len(rows), stats)
+    most = [min(max_new_tokens, limit - len(prompt)) for prompt in rows]
 
     def end(row: int) -> None:
         """Notes why a row gets no further token, if so. Called before the row's next position is computed."""
@@ -213,25 +177,34 @@ def stream(
         cache, chosen = None, None
         while any(running := [reason is None for reason in result.stop_reason]):
             start, is_prefill = time.perf_counter(), cache is None
-            if is_prefill:
-                cache, logits = _prefill(model, rows, pixel_values, image_grid_thw, prefill_chunk)
+            if speculation is not None and not is_prefill:
+                room = [m - len(t) if r else 0 for m, t, r in zip(most, result.tokens, running, strict=True)]
+                new = speculation.round(cache, chosen, room, eos)
+                chosen = torch.tensor([tokens[-1] if tokens else 0 for tokens in new], device=model.device)
             else:
-                logits = _decode(model, chosen, cache, running)
-            assert logits.shape[-1] == config.unpadded_vocab_size  # padded rows of the vocabulary have no logits
-            chosen = _choose(logits, temperature, top_k, top_p, generator)
-            new = chosen.tolist()  # the one place where a step waits for the device
-            _count(result.stats, time.perf_counter() - start, sum(running), is_prefill)
+                if is_prefill:
+                    read = model if speculation is None else speculation.read
+                    cache, logits = _prefill(model, read, rows, pixel_values, image_grid_thw, prefill_chunk)
+                else:
+                    logits = _decode(model, chosen, cache, running)
+                assert logits.shape[-1] == config.unpadded_vocab_size  # padded rows of the vocabulary have no logits
+                chosen = _choose(logits, temperature, top_k, top_p, generator)
+                # Here, and nowhere else, a step waits for the device.
+                new = [[t] if is_running else [] for t, is_running in zip(chosen.tolist(), running, strict=True)]
+            _count(result.stats, time.perf_counter() - start, sum(map(len, new)), is_prefill)
 
-            step = [token if is_running else None for token, is_running in zip(new, running, strict=True)]
-            for row, token in enumerate(step):
-                if token is None:
-                    continue
-                if token == NOT_FINITE:
-                    position = len(rows[row]) + len(result.tokens[row]) - 1
-                    raise InputError(f"logits: not finite in row {row} at position {position}; are the weights sound?")
-                result.tokens[row].append(token)
-                end(row)
-            yield step
+            for step in map(list, zip_longest(*new)):
+                for row, token in enumerate(step):
+                    if token is None:
+                        continue
+                    if token == NOT_FINITE:
+                        position = len(rows[row]) + len(result.tokens[row]) - 1
+                        raise InputError(
+                            f"logits: not finite in row {row} at position {position}; are the weights sound?"
+                        )
+                    result.tokens[row].append(token)
+                    end(row)
+                yield step
 
     for row in range(len(rows)):
         end(row)
@@ -249,9 +222,14 @@ def _count(stats: Stats, seconds: float, new_tokens: int, is_prefill: bool) -> N
 
 @torch.inference_mode()
 def _prefill(
-    model: Any, rows: list[list[int]], pixel_values: Tensor | None, image_grid_thw: Tensor | None, chunk: int | None
+    model: Any,
+    read: Callable,
+    rows: list[list[int]],
+    pixel_values: Tensor | None,
+    image_grid_thw: Tensor | None,
+    chunk: int | None,
 ) -> tuple[Any, Float[Tensor, "B V"]]:
-    """A cache that holds the prompts, and the logits after each."""
+    """A cache that holds the prompts, and the logits after each. `read`: the model, or what stands around it."""
     T = max(map(len, rows))
     ids = torch.tensor([[0] * (T - len(row)) + row for row in rows], device=model.device)
     padding = torch.tensor([T - len(row) for row in rows], device=model.device)
@@ -271,7 +249,7 @@ def _prefill(
     cache = model.new_cache(len(rows), rollback=0)
     for start in range(0, T, chunk or T):
         part = slice(start, start + (chunk or T))
-        logits = model(
+        logits = read(
             ids[:, part],
             cache=cache,
             attention_mask=mask[:, part] if padded else None,
@@ -290,9 +268,6 @@ def _decode(model: Any, tokens: Int[Tensor, " B"], cache: Any, running: list[boo
     return model(tokens[:, None], cache=cache, attention_mask=mask, logits_to_keep=1).logits[:, -1]
 
 
-NOT_FINITE = -1
-
-
 @torch.inference_mode()
 def _choose(
     logits: Float[Tensor, "B V"],
@@ -309,24 +284,6 @@ def _choose(
         logits = torch.where(sound[:, None], logits, 0)
         token = sample(probabilities(logits, temperature, top_k, top_p), generator)
     return torch.where(sound, token, NOT_FINITE)
-
-
-def _check_sampling(temperature: Any, top_k: Any, top_p: Any) -> None:
-    if not _is_number(temperature) or not 0 <= temperature < math.inf:
-        raise InputError(f"temperature is {temperature!r}, expected a finite number >= 0")
-    if top_k is not None:
-        _check_count("top_k", top_k, 1)
-    if top_p is not None and (not _is_number(top_p) or not 0 < top_p <= 1):
-        raise InputError(f"top_p is {top_p!r}, expected 0 < top_p <= 1")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
-def _check_count(name: str, value: Any, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise InputError(f"{name} is {value!r}, expected an integer >= {least}")
 
 
 def _read_eos(eos: Any, vocab_size: int) -> set[int]:

@@ -294,7 +294,7 @@ def test_mask_must_fit_and_leave_something():
     [
         ({"max_new_tokens": -1}, "max_new_tokens is -1"),
         ({"prefill_chunk": 0}, "prefill_chunk is 0"),
-        ({"drafter": object()}, "speculative decoding is not available yet"),
+        ({"drafter": object()}, "drafter is object, expected a Drafter"),
         ({"pixel_values": torch.zeros(1, 4, 4, 3)}, "image_grid_thw"),
     ],
 )

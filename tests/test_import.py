@@ -16,13 +16,16 @@ MODULES = {path.stem: path for path in PACKAGE.glob("*.py") if path.stem != "__i
 ORDER = [
     {"errors"},
     {"config"},
-    {"residual"},
+    {"residual", "draft_config"},
     {"short_conv", "quantization", "vision"},
     {"attention", "moe"},
     {"backends", "cache"},
     {"model"},
+    {"dspark"},
     {"chat", "tensor_files"},
     {"checkpoint"},
+    {"sampling"},
+    {"speculative"},
     {"generation"},
     {"cli"},
 ]

@@ -1,0 +1,96 @@
+"""The drafter's configuration: its sizes, and the choices that checkpoints of this kind make differently.
+
+The released drafter of Inkling 2 says little about itself; each choice that a file may leave open is a field here, so
+that it can be switched and judged by what the target accepts. None of them can make the text wrong.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from .config import TextConfig
+from .errors import InputError
+
+
+@dataclass
+class DSparkConfig:
+    """A drafter. Its width D, vocabulary, clip thresholds and soft cap are the target's."""
+
+    num_hidden_layers: int = 5
+    num_attention_heads: int = 48
+    num_key_value_heads: int = 8
+    head_dim: int = 128
+    intermediate_size: int = 10752
+    # What is tapped, ascending: the depth state's running sum after a layer, or entering it, or the mixture that enters
+    # its queries. -1 after is the embedding; id num_hidden_layers of the target is its output mixture.
+    target_layer_ids: list[int] = field(default_factory=lambda: [5, 23, 41, 48])
+    tap: Literal["after", "before", "mixed"] = "after"
+    final_tap: Literal["mix", "norm"] = "norm"  # the output mixture, before or after the last norm
+    block_size: int = 8  # slots
+    sample_from_anchor: bool = False  # the layout anchor_first
+    is_causal: bool = False  # a slot sees no later slot of its block
+    mask_token_id: int = 201023
+    markov_head_type: Literal["rnn", "gated", "vanilla", "none"] = "rnn"
+    markov_rank: int = 256
+    enable_confidence_head: bool = True
+    confidence_head_with_markov: bool = True
+    qk_norm: Literal["clip", "rms"] = "clip"  # as in the target, values normed too; or weighted RMSNorms of q and k
+    rope_theta: float | None = None
+    d_rel: int = 16  # the target's relative bias; 0 for none
+    rel_extent: int = 1024
+    attention_gate: bool = True
+    attention_sink: bool = True
+    windows: list[int | None] = field(default_factory=list)  # keys at distance < window; empty: every layer sees all
+    embed_norm: bool = True  # the target's norm of its embedding, on the block's tokens
+    softcap: bool = True  # the target's cap, on U
+    rms_norm_eps: float = 1e-6
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """gamma."""
+        return self.block_size - (not self.sample_from_anchor)
+
+    @property
+    def first_slot(self) -> int:
+        """The slot that predicts x_1."""
+        return 0 if self.sample_from_anchor else 1
+
+    def check(self, target: TextConfig) -> None:
+        """Raises InputError naming the key that is impossible in itself or for that target."""
+        L, ids = target.num_hidden_layers, self.target_layer_ids
+        least = -1 if self.tap == "after" else 0
+        choices = {
+            "tap": ("after", "before", "mixed"), "final_tap": ("mix", "norm"), "qk_norm": ("clip", "rms"),
+            "markov_head_type": ("rnn", "gated", "vanilla", "none"),
+        }  # fmt: skip
+        for key, allowed in choices.items():
+            if getattr(self, key) not in allowed:
+                raise InputError(f"drafter: {key} is {getattr(self, key)!r}, expected one of {', '.join(allowed)}")
+        wrong = {
+            "num_hidden_layers": (self.num_hidden_layers < 1, "at least 1"),
+            "num_attention_heads": (
+                self.num_key_value_heads < 1 or self.num_attention_heads % self.num_key_value_heads,
+                f"a multiple of num_key_value_heads {self.num_key_value_heads}",
+            ),
+            "target_layer_ids": (
+                not ids or ids != sorted(set(ids)) or not least <= ids[0] <= ids[-1] <= L,
+                f"ascending layers from {least} to {L}",
+            ),
+            "block_size": (self.num_draft_tokens < 1, "at least one drafted token"),
+            "mask_token_id": (
+                not 0 <= self.mask_token_id < target.vocab_size,
+                f"0 <= id < vocab_size {target.vocab_size}",
+            ),
+            "markov_rank": (
+                self.markov_rank < (self.markov_head_type != "none"),
+                f"at least 1 for markov_head_type {self.markov_head_type}",
+            ),
+            "confidence_head_with_markov": (
+                self.enable_confidence_head and self.confidence_head_with_markov and self.markov_head_type == "none",
+                "false without a Markov head",
+            ),
+            "windows": (len(self.windows) not in (0, self.num_hidden_layers), "one a layer"),
+            "rope_theta": (self.rope_theta is not None and self.head_dim % 2, "none for an odd head_dim"),
+        }
+        for key, (is_wrong, expected) in wrong.items():
+            if is_wrong:
+                raise InputError(f"drafter: {key} is {getattr(self, key)!r}, expected {expected}")
