@@ -46,6 +46,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.hooks import RemovableHandle
 
 from .attention import Named, l2_clip, relative_bias, scaled_l2_clip, softmax_with_sink
 from .cache import Log
@@ -71,14 +72,14 @@ def observe(model: Inkling, config: DSparkConfig) -> Iterator[dict[int, Float[Te
         first = query.view(-1, query.shape[-1])[:1]  # of a full layer's three: the mixture its queries read
         return rounded(mix(depth.sources(), first, SOURCE_EPS)[:, :, 0], depth.partial.dtype)
 
-    def entering(layer: int, id: int) -> Callable:
+    def entering(layer: int, id: int) -> RemovableHandle:
         def hook(_: nn.Module, inputs: tuple) -> None:
             depth, query = inputs[:2]
             taps[id] = mixed(depth, query) if config.tap == "mixed" else depth.partial
 
         return llm.layers[layer].register_forward_pre_hook(hook)
 
-    def leaving(layer: int, id: int, read: Callable[[DepthState], Tensor]) -> Callable:
+    def leaving(layer: int, id: int, read: Callable[[DepthState], Tensor]) -> RemovableHandle:
         return llm.layers[layer].register_forward_hook(lambda _, inputs, depth: taps.update({id: read(depth)}))
 
     handles = []
