@@ -25,13 +25,13 @@ One letter means one thing, in code, equations, figures and prose::
 
 `q`, `k`, `v`, `r` in lower case are the query, key, value and relative states of attention; where `k` could
 be read both ways the code writes `num_experts_per_tok`. Some modules keep letters of their own: in `quantization` K
-are the columns of a weight [E, N, K], as the format's tensors are described; in `vision` D is the encoder's width; where
-tokens are drafted, N are the slots of a block, n drafted tokens, k a place among them.
+are the columns of a weight [E, N, K], as the format's tensors are described; in `vision` D is the encoder's width;
+where tokens are drafted, N are the slots of a block, n drafted tokens, k a place among them.
 
 A component is a stem: `inkling_ref/short_conv.py`, `tests/test_short_conv.py` and so on. They import downwards only:
 errors, config, residual, then short_conv, quantization and vision, then attention and moe, then backends and cache,
-model, dspark, tensor_files and chat, checkpoint, sampling, speculative, generation, cli. Names below load on first use,
-so that importing the package, or asking the command line for help, does not wait for torch.
+model, dspark, tensor_files and chat, checkpoint, draft_files, sampling, speculative, generation, cli. Names below load
+on first use, so that importing the package, or asking the command line for help, does not wait for torch.
 """
 
 from importlib import import_module
@@ -51,6 +51,8 @@ _HOME = {
     "process_images": "vision",
     "DSparkConfig": "draft_config",
     "Drafter": "dspark",
+    "load_drafter": "draft_files",
+    "save_drafter": "draft_files",
     "Drafting": "speculative",
     "Threshold": "speculative",
     "Throughput": "speculative",

@@ -232,7 +232,7 @@ def load(
     if dtype not in _FLOATS:
         raise InputError(f"dtype: {dtype}, expected one of {', '.join(map(str, _FLOATS))}")
     config = InklingConfig.from_pretrained(folder)
-    with torch.device("meta"), _ShapesOnly():
+    with torch.device("meta"), ShapesOnly():
         model = Inkling(config, backend)
     with CheckpointReader(folder) as reader:
         formats = check(reader, model)
@@ -253,7 +253,7 @@ def load(
     return model.requires_grad_(False).eval()
 
 
-class _ShapesOnly(TorchFunctionMode):
+class ShapesOnly(TorchFunctionMode):
     """Skips what modules compute to initialise themselves.
 
     On the meta device that has no result, but the first random number and the first product there import PyTorch's

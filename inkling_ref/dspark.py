@@ -292,7 +292,7 @@ class DraftContext:
 
 
 class Drafter(nn.Module):
-    """The drafter of one target, whose embedding and unembedding it borrows.
+    """The drafter of one target, whose embedding and unembedding it borrows; in float32 on the CPU, until moved.
 
     Raises InputError for a config that is impossible or does not fit the target.
     """
@@ -312,7 +312,6 @@ class Drafter(nn.Module):
             self.markov_head = MarkovHead(config.markov_head_type, target.vocab_size, D, r)
         if config.enable_confidence_head:
             self.confidence_head = ConfidenceHead(D + r * config.confidence_head_with_markov)
-        self.to(model.device, model.dtype)
 
     @property
     def num_draft_tokens(self) -> int:

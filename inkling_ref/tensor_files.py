@@ -114,10 +114,14 @@ class CheckpointReader:
             are reported in a warning and never read.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, file: str | None = None) -> None:
+        """`file`: read that file of the folder, and no other."""
         self.folder = Path(folder)
         self.bytes_read = 0
         self._files: dict[Path, Any] = {}
+        if file is not None:
+            self._tensors = read_header(self.folder / file)
+            return
         if (self.folder / INDEX).is_file():
             self._tensors = _read_index(self.folder)
         elif (self.folder / WEIGHTS).is_file():

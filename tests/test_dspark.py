@@ -56,7 +56,7 @@ def model():
 def make(model, cls=Drafter, seed=3, **options):
     drafter = cls(DSparkConfig(**{**SMALL, **options}), model).eval().requires_grad_(False)
     randomize(drafter, seed)
-    return drafter
+    return drafter.to(model.dtype)
 
 
 class Scripted(Drafter):

@@ -24,6 +24,7 @@ ORDER = [
     {"dspark"},
     {"chat", "tensor_files"},
     {"checkpoint"},
+    {"draft_files"},
     {"sampling"},
     {"speculative"},
     {"generation"},
