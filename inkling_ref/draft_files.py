@@ -2,8 +2,9 @@
 
 Sizes are read from the tensors' shapes, and the kind of head, norms, gate, sink and relative bias from the tensors'
 names; a config that says otherwise is refused. What no tensor shows (taps, block, mask, layout) is read from
-config.json: from the section `mtp_config`, as `save_drafter` writes it, or `dspark_config`, `dflash_config`, or the top level, in any of
-the spellings below. What is left open can be given to `load_drafter`, and judged by what the target accepts.
+config.json: from the section `mtp_config`, as `save_drafter` writes it, or `dspark_config`, `dflash_config`, or the top
+level, in any of the spellings below. What is left open can be given to `load_drafter`, and judged by what the target
+accepts.
 """
 
 import os
