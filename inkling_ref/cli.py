@@ -101,11 +101,9 @@ def ask(
     system: Annotated[str | None, typer.Option(help="A system message.")] = None,
     device: Device = "cpu",
     backend: Annotated[Literal["torch", "triton"], typer.Option(help="What runs the operations.")] = "torch",
-    draft: Annotated[bool, typer.Option("--draft", help="Speculative decoding.")] = False,
+    draft: Annotated[bool, typer.Option("--draft", help="Speculative decoding with the checkpoint's drafter.")] = False,
 ) -> None:
     """Answer a question, about pictures if there are any. The answer streams to stdout."""
-    if draft:
-        raise InputError("--draft: speculative decoding is not part of this version; ask without --draft")
     if not question.strip():
         raise InputError("question: empty, expected text")
     messages = [{"role": "system", "content": system}] if system else []
@@ -117,14 +115,18 @@ def ask(
         from . import generation
         from .chat import END_OF_TEXT, END_SAMPLING, StreamParser, Tokenizer, render
         from .config import InklingConfig
+        from .draft_files import find, load_drafter
         from .measure.cost import parameters
 
     # A wrong folder, picture or message is found before the weights are read.
     config, tokenizer = InklingConfig.from_pretrained(checkpoint), Tokenizer.from_pretrained(checkpoint)
     prompt = render(messages, tokenizer, effort=_effort(effort), config=config)
+    if draft:
+        find(checkpoint)
 
     start = time.perf_counter()
     model = checkpoints.load(checkpoint, device=device, dtype=_dtype(device), backend=backend)
+    drafter = load_drafter(checkpoint, model) if draft else None
     load_seconds = time.perf_counter() - start
     stream = generation.stream(
         model,
@@ -137,6 +139,7 @@ def ask(
         eos_token_id=[tokenizer.markers[m] for m in (END_SAMPLING, END_OF_TEXT) if m in tokenizer.markers],
         pixel_values=prompt.pixel_values,
         image_grid_thw=prompt.image_grid_thw,
+        drafter=drafter,
     )
     parser, printer = StreamParser(tokenizer), _Printer()
     for (token,) in stream:
@@ -154,6 +157,17 @@ def ask(
         f"{stats.prompt_tokens} tokens read in {stats.prefill_seconds:.2f} s | "
         f"{stats.new_tokens} written, {speed:.0f} tokens/s" + ("" if reason == "eos" else f" | cut: {reason}")
     )
+    if (drafting := stats.drafting) and drafting.row_rounds:
+        _note(
+            f"drafting: {drafting.tokens_per_pass:.2f} tokens a pass of the target | accepted by position: "
+            f"{_percent(drafting.acceptance())} | "
+            f"{1000 * drafting.draft_seconds / drafting.row_rounds:.1f} ms to draft, "
+            f"{1000 * drafting.verify_seconds / drafting.row_rounds:.1f} ms to check"
+        )
+
+
+def _percent(shares: list[float]) -> str:
+    return " ".join(f"{100 * share:.0f}" for share in shares) + " %"
 
 
 class _Printer:
@@ -235,6 +249,56 @@ def train_nano(
         from .nano import train
 
     train.main(out, minutes=minutes, device=device, seed=seed, preset_name=preset)
+
+
+@app.command()
+def bench(
+    what: Annotated[Literal["dspark"], typer.Argument(help="dspark: speculative decoding, at batch 1.")],
+    checkpoint: Checkpoint = NANO,
+    device: Device = "cpu",
+    tasks: Annotated[str | None, typer.Option(help="Nano's, with commas between; default: with long answers.")] = None,
+    examples: Annotated[int, typer.Option(help="Of each task.")] = 16,
+    temperature: Annotated[list[float] | None, typer.Option(help="Repeatable; default: 0 and 1.")] = None,
+    find_layout: Annotated[
+        bool, typer.Option("--find-layout", help="Try the choices that the drafter's file leaves open instead.")
+    ] = False,
+) -> None:
+    """Acceptance and speed of the checkpoint's drafter, side by side with plain decoding in one run."""
+    from rich.console import Console
+    from rich.table import Table
+
+    if examples < 1:
+        raise InputError(f"--examples is {examples}, expected at least 1")
+    with _importing():
+        from . import checkpoint as checkpoints
+        from .draft_files import load_drafter
+        from .measure import drafting
+        from .speculative import Drafting, measure_seconds
+
+    model = checkpoints.load(checkpoint, device=device, dtype=_dtype(device))
+    drafter = load_drafter(checkpoint, model)
+    console = Console(width=110)
+    if find_layout:
+        table = Table(*drafting.OPEN, "first draft", "others", box=None)
+        for choices, first, others in drafting.find_layout(checkpoint, model):
+            table.add_row(*map(str, choices.values()), f"{first:.3f}", f"{others:.3f}")
+        console.print(table)
+        return
+    names = tasks.split(",") if tasks else drafting.TASKS
+    heads = ("task", "temperature", "drafts", "tokens a pass", "tokens/s", "without", "ratio", "accepted by position")
+    table = Table(*heads, box=None)
+    for warmth in temperature or (0.0, 1.0):
+        for greedy in (False, True) if warmth else (True,):
+            for task, r in drafting.by_task(
+                checkpoint, model, Drafting(drafter, greedy=greedy), names, examples, warmth
+            ):
+                numbers = (f"{warmth:g}", "greedy" if greedy else "drawn", f"{r.tokens_per_pass:.2f}")
+                speeds = (f"{r.tokens_per_second:.0f}", f"{r.without:.0f}", f"{r.tokens_per_second / r.without:.2f}")
+                table.add_row(task, *numbers, *speeds, _percent(r.acceptance))
+    console.print(table)
+    seconds = measure_seconds(model, drafter, drafting.some_ids(model))
+    cost = " ".join(f"{1000 * s:.1f}" for s in seconds)
+    console.print(f"ms of a round that reads 1, 2, ... tokens (drafting included): {cost}")
 
 
 @app.command()

@@ -62,9 +62,7 @@ def load_drafter(folder: str | Path, model: Inkling, **choices: Any) -> Drafter:
     folder = Path(folder)
     if unknown := sorted(set(choices) - {f.name for f in fields(DSparkConfig)}):
         raise InputError(f"load_drafter: unknown choice {', '.join(unknown)}, expected fields of DSparkConfig")
-    file = next((name for name in (FILE, WEIGHTS) if (folder / name).is_file()), None)
-    if file is None:
-        raise InputError(f"{folder}: expected {FILE}, or a drafter's own {WEIGHTS}")
+    file = find(folder)
     with CheckpointReader(folder, file) as reader:
         names: dict[str, str] = {}
         for stored in reader.names:
@@ -87,6 +85,17 @@ def load_drafter(folder: str | Path, model: Inkling, **choices: Any) -> Drafter:
             tensor = nn.Parameter(tensor.to(model.device, model.dtype), requires_grad=False)
             drafter.get_submodule(module).register_parameter(leaf, tensor)
     return drafter.eval()
+
+
+def find(folder: Path) -> str:
+    """The file of `folder` that holds a drafter. Raises InputError if there is none."""
+    if (folder / FILE).is_file():
+        return FILE
+    if (folder / WEIGHTS).is_file():
+        with CheckpointReader(folder, WEIGHTS) as reader:
+            if "fc.weight" in map(_plain_name, reader.names):
+                return WEIGHTS
+    raise InputError(f"{folder}: no drafter, expected {FILE} or a drafter's own {WEIGHTS}")
 
 
 def _plain_name(stored: str) -> str:

@@ -3,8 +3,10 @@
 import contextlib
 import inspect
 import io
+import itertools
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +20,7 @@ from helpers import random_model
 from PIL import Image
 from tiny_tokenizer import raw_tokenizer
 
-from inkling_ref import chat, checkpoint, cli, generation
+from inkling_ref import Drafter, DSparkConfig, chat, checkpoint, cli, generation, save_drafter
 from inkling_ref.config import InklingConfig
 from inkling_ref.errors import InputError
 
@@ -127,6 +129,41 @@ def test_every_option_arrives(capsys, folder, picture, reply):
     assert tokenizer.markers[chat.END_SAMPLING] in seen["eos_token_id"]
 
 
+@pytest.fixture
+def drafting_folder(tmp_path, folder) -> Path:
+    """That model with a drafter beside it."""
+    shutil.copytree(folder, tmp_path / "both")
+    model = checkpoint.load(folder)
+    config = DSparkConfig(
+        1, 2, 1, 6, 20, target_layer_ids=[1, 4], block_size=4, mask_token_id=0, markov_rank=3, d_rel=2, rel_extent=9
+    )
+    save_drafter(Drafter(config, model), tmp_path / "both")
+    return tmp_path / "both"
+
+
+def test_drafting_gives_the_same_answer_and_a_report(capsys, drafting_folder):
+    arguments = ["ask", "hello", "--checkpoint", drafting_folder, "--max-new-tokens", 12]
+    plain = run(capsys, *arguments)
+    status, out, err = run(capsys, *arguments, "--draft")
+    assert (status, out) == (0, plain[1])
+    report = r"drafting: \d\.\d\d tokens a pass of the target \| accepted by position: \d+ \d+ \d+ % \| .* ms to check"
+    assert re.fullmatch(report, err.splitlines()[-1])
+
+
+def test_find_layout_tries_the_open_choices(capsys, drafting_folder, monkeypatch):
+    monkeypatch.setattr("inkling_ref.measure.drafting.QUESTIONS", ("hello",))
+    monkeypatch.setattr("inkling_ref.measure.drafting.NEW_TOKENS", 4)
+    status, out, _ = run(capsys, "bench", "dspark", "--find-layout", "--checkpoint", drafting_folder)
+    assert status == 0
+    heading, *lines = out.splitlines()
+    assert heading.split()[:3] == ["sample_from_anchor", "tap", "final_tap"]
+    assert len(lines) == len({tuple(line.split()[:5]) for line in lines}) == 48
+    shares = [tuple(map(float, line.split()[5:])) for line in lines]
+    assert all(0 <= share <= 1 for pair in shares for share in pair)
+    sums = [a + b for a, b in shares]
+    assert all(a >= b - 0.002 for a, b in itertools.pairwise(sums))
+
+
 def test_a_real_model_is_repeatable(capsys, folder, picture):
     arguments = ["ask", "hello", "--image", picture, "--checkpoint", folder, "--max-new-tokens", 9]
     first = run(capsys, *arguments, "--temperature", 1, "--seed", 5)
@@ -138,7 +175,7 @@ WRONG = {
     "picture missing": (["--image", "nowhere.png"], "nowhere.png"),
     "not a picture": (["--image", __file__], "not an image"),
     "no checkpoint": (["--checkpoint", "nowhere"], "config.json: not found"),
-    "drafter": (["--draft"], "speculative decoding is not part of this version"),
+    "drafter": (["--draft"], "no drafter, expected mtp.safetensors"),
     "temperature": (["--temperature", "-1"], "temperature is -1.0"),
     "top p": (["--top-p", "1.5"], "top_p is 1.5"),
     "top k": (["--top-k", "0"], "top_k is 0"),

@@ -180,7 +180,7 @@ def test_what_is_refused_is_named(folder, model, change, named):
 
 
 def test_no_file(tmp_path, model):
-    with pytest.raises(InputError, match=r"expected mtp\.safetensors"):
+    with pytest.raises(InputError, match=r"no drafter, expected mtp\.safetensors"):
         load_drafter(tmp_path, model)
 
 

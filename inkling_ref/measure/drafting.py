@@ -1,0 +1,121 @@
+"""What drafting brings: acceptance by position, tokens per pass of the target, tokens per second, the cost of checking.
+
+`by_task` asks nano's held-out questions at batch 1, with and without the drafter in turns, so that a machine that slows
+down slows both. `find_layout` judges the choices that a drafter's file leaves open, by what the target accepts.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from ..chat import END_OF_TEXT, END_SAMPLING, Tokenizer, render
+from ..draft_files import load_drafter
+from ..errors import InputError
+from ..generation import generate
+from ..model import Inkling
+from ..speculative import Drafting
+
+TASKS = ("caption", "sum_thinking", "running text")  # whose answers are long enough to draft in
+QUESTIONS = (
+    "Tell me a story.",
+    "What is 17 plus 25?",
+    "Explain in three sentences why the sky is blue.",
+    "Write a Python function that returns the n-th Fibonacci number.",
+)
+NEW_TOKENS = 48  # of each answer that a layout is judged by
+# The first of each is what a file that says nothing is taken to mean.
+OPEN = {
+    "sample_from_anchor": (False, True),
+    "tap": ("after", "before", "mixed"),
+    "final_tap": ("norm", "mix"),
+    "embed_norm": (True, False),
+    "softcap": (True, False),
+}
+
+
+@dataclass
+class Result:
+    """Of one set of prompts: means over its answers, rates over their sum."""
+
+    acceptance: list[float]  # by position
+    tokens_per_pass: float
+    tokens_per_second: float
+    without: float  # tokens per second without a drafter
+
+
+def compare(
+    model: Inkling, drafting: Any, prompts: Sequence[dict], max_new_tokens: int, temperature: float, eos: list[int]
+) -> Result:
+    """Each prompt, the arguments of `generate` as a dict, with and without drafting. The first is a warm-up as well."""
+    seconds, tokens, drafts = [0.0, 0.0], [0, 0], []
+    for i, prompt in enumerate([prompts[0], *prompts]):
+        for way, drafter in enumerate((None, drafting)):
+            options = {"temperature": temperature, "seed": i, "eos_token_id": eos, "drafter": drafter}
+            stats = generate(model, max_new_tokens=max_new_tokens, **prompt, **options).stats
+            if i:
+                seconds[way] += stats.decode_seconds
+                tokens[way] += stats.new_tokens - 1
+                drafts += [stats.drafting] if drafter else []
+    checked = [sum(column) for column in zip(*(d.checked for d in drafts), strict=True)]
+    accepted = [sum(column) for column in zip(*(d.accepted for d in drafts), strict=True)]
+    return Result(
+        [a / c if c else 0.0 for a, c in zip(accepted, checked, strict=True)],
+        sum(d.new_tokens for d in drafts) / max(1, sum(d.row_rounds for d in drafts)),
+        tokens[1] / seconds[1] if seconds[1] else 0.0,
+        tokens[0] / seconds[0] if seconds[0] else 0.0,
+    )
+
+
+def by_task(
+    folder: str | Path, model: Inkling, drafting: Any, tasks: Sequence[str], examples: int, temperature: float
+) -> Iterator[tuple[str, Result]]:
+    """Nano's tasks, held-out prompts. Raises InputError for an unknown task."""
+    from ..nano import rows, train_drafter
+
+    tokenizer = Tokenizer.from_pretrained(folder)
+    encoder = rows.Encoder(tokenizer)
+    for task in tasks:
+        if task not in (*train_drafter.TASKS, "running text"):
+            raise InputError(f"task {task!r}: expected one of {', '.join((*train_drafter.TASKS, 'running text'))}")
+        made = train_drafter.prompts(task, examples, 0, encoder, held_out=True)
+        if not made:
+            raise InputError(f"task {task!r}: its prompts leave no room for an answer")
+        prompts = [{"input_ids": [row.ids], **train_drafter.pictures([row], encoder)} for row in made]
+        result = compare(model, drafting, prompts, train_drafter.NEW_TOKENS, temperature, end_ids(tokenizer))
+        yield task, result
+
+
+def some_ids(model: Inkling, length: int = 64) -> Int[Tensor, "1 T"]:
+    """A prompt [1, length] for timing: what it says is all one."""
+    return (torch.arange(length, device=model.device) % model.config.text.unpadded_vocab_size)[None]
+
+
+def end_ids(tokenizer: Tokenizer) -> list[int]:
+    """What ends a reply."""
+    return [tokenizer.markers[m] for m in (END_SAMPLING, END_OF_TEXT) if m in tokenizer.markers]
+
+
+def find_layout(folder: str | Path, model: Inkling) -> list[tuple[dict[str, Any], float, float]]:
+    """(choices, acceptance of the first draft, mean acceptance of the others) of all combinations, the best first.
+
+    Greedy answers to a few questions. A wrong layout, tap or norm shows as a large drop; the text is right with each.
+    """
+    tokenizer = Tokenizer.from_pretrained(folder)
+    prompts = [render([{"role": "user", "content": q}], tokenizer, config=model.config).input_ids for q in QUESTIONS]
+    ended, found = end_ids(tokenizer), []
+    has_output = load_drafter(folder, model).config.target_layer_ids[-1] == model.config.text.num_hidden_layers
+    for values in product(*({**OPEN, **({} if has_output else {"final_tap": ("norm",)})}).values()):
+        choices = dict(zip(OPEN, values, strict=True))
+        drafter = load_drafter(folder, model, **choices)
+        drafting = Drafting(drafter, num_tokens=drafter.config.block_size - 1)
+        stats = generate(model, prompts, NEW_TOKENS, eos_token_id=ended, drafter=drafting).stats.drafting
+        first, *others = stats.acceptance()
+        found.append((choices, first, fmean(others) if others else 0.0))
+    return sorted(found, key=lambda entry: -entry[1] - entry[2])
