@@ -57,7 +57,7 @@ def drafter_config(model: Inkling, head: str = "rnn", layers: int = 5) -> DSpark
     """The shipped drafter: thin layers of the target's width; taps after each completed block, and the output."""
     text = model.config.text
     L, block = text.num_hidden_layers, text.n_layers_per_attn_res_block
-    taps = sorted({*range(block - 1, L - 1, block), L})
+    taps = [*range(block - 1, L, block), L]
     return DSparkConfig(
         num_hidden_layers=layers, num_attention_heads=text.num_attention_heads,
         num_key_value_heads=text.num_key_value_heads, head_dim=text.head_dim, intermediate_size=2 * text.hidden_size,
