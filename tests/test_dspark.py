@@ -526,15 +526,21 @@ def from_target(p, q, drafts, widths, generator=None):
     return accepted, sampling_module.sample(p[torch.arange(len(p)), accepted], generator)
 
 
-def equality(p, q, drafts, widths, generator=None):
-    """Wrong: a sample of p decides, and where it differs a second one replaces."""
-    n = drafts.shape[1]
-    drawn = torch.multinomial(p.flatten(0, 1), 1, generator=generator).view(p.shape[:2])
-    return sampling_module.accept_greedy(drawn, drafts.clamp(max=2), widths) if n else (widths, drawn[:, 0])
+def not_renormalised(p, q, drafts, widths, generator=None):
+    """Wrong: what q left of p is taken for a distribution as it is; the mass that lacks falls to the last token."""
+    accepted, token = sampling_module.accept(p, q, drafts, widths, generator)
+    rows, at = torch.arange(len(p)), accepted.clamp(max=max(0, drafts.shape[1] - 1))
+    if drafts.shape[1] == 0:
+        return accepted, token
+    residual = (p[rows, accepted] - q[rows, at]).clamp(min=0)
+    drawn = torch.rand(len(p), 1, generator=generator)
+    wrong = (drawn > residual.cumsum(-1)).sum(-1).clamp(max=p.shape[-1] - 1)
+    return accepted, torch.where(accepted < widths, wrong, token)
 
 
 WRONG = {
     "residual_not_subtracted": (from_target, {}, {}),
+    "residual_not_renormalised": (not_renormalised, {}, {}),
     "residual_not_subtracted_greedy": (from_target, {}, {"greedy": True}),
     "bias_left_out_of_q": (None, {"report_base": True}, {}),
     "peeking_threshold": (None, {"peek": True}, {"schedule": Threshold(0.4)}),

@@ -247,30 +247,37 @@ def initialise(drafter: Drafter) -> None:
 
 
 def train(
-    drafter: Drafter, texts: Texts, seconds: float, rate: float, size: int, seed: int, log: Callable[[str], None]
+    drafter: Drafter,
+    texts: Texts,
+    seconds: float,
+    rate: float,
+    size: int,
+    seed: int,
+    log: Callable[[str], None],
+    steps: int | None = None,
 ) -> list[dict]:
-    """AdamW, cosine to zero over the time that is given, a short warm-up; returns the course."""
+    """AdamW, cosine to zero over the time that is given, or over `steps`; a short warm-up. Returns the course."""
     generator = torch.Generator(texts.ids.device).manual_seed(seed)
     optimiser = torch.optim.AdamW(drafter.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.0)
     history: list[dict] = []
     started, noted = time.monotonic(), -1e9
     for step, batch in enumerate(batches(texts, size, generator)):
         elapsed = time.monotonic() - started
-        progress = min(elapsed / seconds, 1.0)
-        if progress >= 1 and step:
-            break
+        progress = min(step / steps if steps else elapsed / seconds, 1.0)
         for group in optimiser.param_groups:
             group["lr"] = rate * min(1.0, (step + 1) / 50, 0.5 * (1 + math.cos(math.pi * progress)))
         parts = losses(drafter, batch, *draw_anchors(batch, ANCHORS, generator))
+        if elapsed - noted > max(1.0, seconds / 40) or progress == 1:
+            noted = elapsed
+            acceptance = [round(x, 3) for x in parts.acceptance.tolist()]
+            history.append({"step": step, "loss": round(parts.total.item(), 4), "acceptance": acceptance})
+            log(f"{elapsed:6.1f} s  step {step:5d}  loss {history[-1]['loss']:.4f}  tau {parts.tokens_per_pass():.2f}")
+        if progress == 1:
+            break
         optimiser.zero_grad(set_to_none=True)
         parts.total.backward()
         nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
         optimiser.step()
-        if elapsed - noted > max(1.0, seconds / 40):
-            noted = elapsed
-            acceptance = [round(x, 3) for x in parts.acceptance.tolist()]
-            history.append({"step": step, "loss": round(parts.total.item(), 4), "acceptance": acceptance})
-            log(f"{elapsed:6.1f} s  step {step:5d}  loss {parts.total.item():.4f}  tau {parts.tokens_per_pass():.2f}")
     return history
 
 
@@ -285,6 +292,7 @@ def main(
     size: int = 64,
     rate: float = 2e-3,
     out: str | Path | None = None,
+    steps: int | None = None,
     log: Callable[[str], None] = print,
 ) -> Drafter:
     """Train a drafter of the checkpoint in `folder`, and write it there, or to `out`.
@@ -294,6 +302,7 @@ def main(
         head: rnn, gated, vanilla or none.
         texts: how many answers of the target to train on, at most.
         size: texts a step.
+        steps: train that many instead of `minutes`.
 
     Raises:
         InputError: minutes that are not positive, or a checkpoint that cannot be read.
@@ -325,7 +334,7 @@ def main(
     answers = int((corpus.end - corpus.prompt).sum())
     log(f"{len(made)} texts, {answers} tokens of answers after {time.monotonic() - began:.0f} s")
 
-    history = train(drafter, corpus, 60 * minutes, rate, size, seed, log)
+    history = train(drafter, corpus, 60 * minutes, rate, size, seed, log, steps)
     drafter.eval().requires_grad_(False)
     about = {"seed": seed, "minutes": minutes, "head": head, "texts": len(made), "steps": history[-1]["step"]}
     save_drafter(drafter, out or folder, torch.bfloat16, {"training": json.dumps(about)})
@@ -335,7 +344,16 @@ def main(
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Train a drafter for a nano checkpoint.")
     parser.add_argument("folder")
-    options = {"minutes": float, "device": str, "seed": int, "head": str, "texts": int, "layers": int, "size": int}
+    options = {
+        "minutes": float,
+        "device": str,
+        "seed": int,
+        "head": str,
+        "texts": int,
+        "layers": int,
+        "size": int,
+        "steps": int,
+    }
     for option, kind in {**options, "rate": float, "out": str}.items():
         parser.add_argument(f"--{option}", type=kind, default=argparse.SUPPRESS)
     main(**vars(parser.parse_args()))
