@@ -19,7 +19,7 @@ run: $(VENV)/installed  ## answer QUESTION about IMAGE with the shipped nano che
 	$(BIN)/inkling-ref ask "$(QUESTION)" --image "$(IMAGE)"
 
 test: $(VENV)/installed-test  ## every test, with every shape annotation checked
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --jaxtyping-packages=inkling_ref,beartype.beartype
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --jaxtyping-packages=inkling_ref,beartype.beartype
 
 lint: $(VENV)/installed-test  ## ruff: rules and format
 	$(BIN)/ruff check .
