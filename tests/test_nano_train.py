@@ -1,10 +1,13 @@
 """Nano's training: its operations equal the reference, its batches say what inference would see, and it learns."""
 
+import itertools
 import json
 from dataclasses import replace
 
 import pytest
 import torch
+import torch._dynamo
+from helpers import relative_rms, unchecked
 from torch.nn import functional as F
 
 from inkling_ref import checkpoint
@@ -44,11 +47,6 @@ def randomised(config: InklingConfig) -> Inkling:
     return model.requires_grad_(True)
 
 
-def error(a: torch.Tensor, b: torch.Tensor) -> float:
-    assert a.isfinite().all()
-    return ((a - b).norm() / b.norm()).item()
-
-
 @pytest.fixture(scope="module")
 def encoder():
     return rows.Encoder(Tokenizer.from_pretrained(SHIPPED))
@@ -79,9 +77,9 @@ def test_training_backend_equals_the_reference(config, T):
         gradients = torch.autograd.grad((hidden * probe).sum(), [p for _, p in named])
         results.append((hidden, dict(zip([n for n, _ in named], gradients, strict=True))))
     (wanted, wanted_gradients), (hidden, gradients) = results
-    assert error(hidden, wanted) < 1e-4
+    assert relative_rms(hidden, wanted) < 1e-4
     for name, gradient in gradients.items():
-        assert error(gradient, wanted_gradients[name]) < 1e-3, name
+        assert relative_rms(gradient, wanted_gradients[name]) < 1e-3, name
 
 
 def test_one_hot_embedding_is_the_embedding():
@@ -110,13 +108,14 @@ def test_gradient_of_the_correction_bias_is_the_load():
     assert torch.allclose(load, torch.bincount(ids.flatten(), minlength=7) / ids.numel())
 
 
-def test_compiles_in_whole_pieces(encoder):
+def test_compiles_in_whole_pieces(encoder, one_thread, monkeypatch):
     """No graph breaks and few variants, which the CUDA graphs rely on."""
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 64)
     from torch._dynamo.testing import CompileCounterWithBackend
 
     counter = CompileCounterWithBackend("aot_eager")
     shapes = {"short": train.Shape.short(16, 128)}
-    plan = train.Preset(small([SLIDING, SLIDING, FULL, SLIDING]), shapes, {"short": 0}, 1)
+    plan = train.Preset(small([SLIDING, FULL, SLIDING]), shapes, {"short": 0}, 1)
     torch.manual_seed(0)
     plain, fast = (
         train.Trainer(plan, torch.device("cpu"), compile_options=options)
@@ -126,12 +125,12 @@ def test_compiles_in_whole_pieces(encoder):
     fast.picture_head.load_state_dict(plain.picture_head.state_dict())
     batch = train.to_tensors(rows.short_batch(0, encoder, 16), shapes["short"], encoder.image_id)
     for trainer in (plain, fast):
-        kind = trainer.kinds["short"]
-        kind.load(batch)
-        kind.run()
+        trainer.kinds["short"].load(batch)
+        with unchecked():
+            trainer.kinds["short"].run()
     assert torch.allclose(fast.kinds["short"].parts, plain.kinds["short"].parts, rtol=1e-4)
     for (name, _), a, b in zip(plain.model.named_parameters(), fast.gradients, plain.gradients, strict=False):
-        assert error(a, b) < 1e-2, name
+        assert relative_rms(a, b) < 1e-2, name
     # Attention sliding and full, two convolutions' shapes in one, mixtures of 1 to 3 sources, MoE, encoder, loss.
     assert counter.frame_count <= 14
 
@@ -194,12 +193,12 @@ def test_muon_descends_and_keeps_parameters_as_views():
     parameters = [torch.nn.Parameter(torch.randn(5, 3)), torch.nn.Parameter(torch.randn(2, 5, 3))]
     muon = Muon(parameters)
     assert len(muon.stacks) == 1
-    before = [float(p.square().sum()) for p in parameters]
+    before = [p.square().sum().item() for p in parameters]
     for _ in range(5):
         for p in parameters:
             p.grad.copy_(2 * p.detach())
         muon.step(torch.tensor(0.1))
-    assert all(float(p.square().sum()) < b for p, b in zip(parameters, before, strict=True))
+    assert all(p.square().sum().item() < b for p, b in zip(parameters, before, strict=True))
 
 
 def test_bias_moves_towards_even_loads():
@@ -207,7 +206,7 @@ def test_bias_moves_towards_even_loads():
     trainer.set_rates(0.0, 0.0)
     bias = trainer.biases[0]
     before = trainer.master.llm.embed.weight.clone()
-    for _ in range(30):
+    for _ in range(8):
         bias.grad[3] = 1.0  # everything went to expert 3
         trainer.update()
     assert bias.argmin() == 3
@@ -219,10 +218,14 @@ def test_bias_moves_towards_even_loads():
 
 
 def test_two_layers_learn_in_seconds_on_a_cpu(tmp_path, monkeypatch):
+    """By a clock that a busy machine does not slow down: every look at it is a second later."""
+    monkeypatch.setattr(train, "monotonic", itertools.count().__next__)
     plan = train.Preset(small([SLIDING, FULL]), {"short": train.Shape.short(8, 128)}, {"short": 1}, warmup=5)
     monkeypatch.setattr(train, "preset", lambda name: plan)
     lines = []
-    history = train.main(tmp_path / "out", minutes=0.15, device="cpu", seed=3, log=lines.append)
+    with unchecked():
+        history = train.main(tmp_path / "out", minutes=24 / 60, device="cpu", seed=3, log=lines.append)
+        went_on = train.main(tmp_path / "on", 3 / 60, "cpu", seed=4, resume=tmp_path / "out-bf16", log=lines.append)
     assert history[0]["short"][0] > 6.5
     assert history[-1]["short"][0] < 0.5 * history[0]["short"][0]  # answers
     assert history[-1]["short"][1] < 0.8 * history[0]["short"][1]  # text
@@ -233,13 +236,12 @@ def test_two_layers_learn_in_seconds_on_a_cpu(tmp_path, monkeypatch):
         model = checkpoint.load(tmp_path / folder)
         assert model.config.text.eos_token_id == tokenizer.marker_id(END_SAMPLING)
         assert model.config.image_token_id == tokenizer.image_token_id
-    went_on = train.main(tmp_path / "on", 0.02, "cpu", seed=4, resume=tmp_path / "out-bf16", log=lines.append)
     assert went_on[0]["short"][0] < 0.7 * history[0]["short"][0]
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"minutes": 0}, "minutes: 0"), ({"preset_name": "big"}, "preset 'big'"), ({"device": "cuda"}, "device 'cuda'")],
+    [({"minutes": 0.0}, "minutes: 0"), ({"preset_name": "big"}, "preset 'big'"), ({"device": "cuda"}, "device 'cuda'")],
 )
 def test_wrong_options_are_named(tmp_path, options, message):
     if options.get("device") == "cuda" and torch.cuda.is_available():
@@ -265,21 +267,24 @@ def test_teacher_forcing_says_what_greedy_decoding_says(nano, encoder, one_threa
     examples = [e for name in ("colour", "two_pictures", "story", "sum_thinking") for e in TASKS[name].examples(6, 1)]
     forced = evaluate.teacher_forced(clumsy, encoder, examples)
     assert 0 < sum(forced) < len(examples)
-    assert evaluate.decoded(clumsy, tokenizer, examples) == forced
+    with unchecked():
+        assert evaluate.decoded(clumsy, tokenizer, examples) == forced
 
 
-GOALS = {
-    "colour": 0.98, "shape": 0.98, "count": 0.98, "position": 0.98, "yes_no": 0.98, "caption": 0.9, "story": 0.96,
-    "sum_direct": 0.99, "sum_thinking": 0.99, "retrieval_2000": 0.99, "retrieval_4000": 0.95,
+GOALS = {  # task: (share, examples); of long texts a fifth of the examples
+    "colour": (0.98, 100), "shape": (0.98, 100), "count": (0.98, 100), "position": (0.98, 100), "yes_no": (0.98, 100),
+    "caption": (0.9, 100), "story": (0.96, 100), "sum_direct": (0.99, 100), "sum_thinking": (0.99, 100),
+    "retrieval_2000": (0.99, 40), "retrieval_4000": (0.95, 15),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("task", GOALS)
 def test_shipped_nano_reaches_its_goal(nano, one_thread, task):
-    """On a sample; README.md of the checkpoint has larger ones."""
-    share, n = evaluate.evaluate(*nano, [task], 100)[task]
-    assert n >= 20
-    assert share >= GOALS[task]
+    """On a sample, for time; data/nano/README.md has the numbers of larger ones."""
+    goal, examples = GOALS[task]
+    with unchecked():
+        share, _ = evaluate.evaluate(*nano, [task], examples)[task]
+    assert share >= goal
 
 
 def test_evaluation_prints_a_table(capsys, one_thread):

@@ -16,7 +16,7 @@ the split is part of the seed.
     rows.py       conversations, their token ids and the batches that training reads
     vocabulary.py the tokenizer, trained on the generators' own text: `python -m inkling_ref.nano.vocabulary OUT`
     tasks.py      the evaluation tasks, on held-out seeds
-    train.py      the training loop
+    train.py      the training loop; training_ops.py and muon.py, its operations and its optimiser for matrices
     evaluate.py   exact match by task
 
 What training reads (rows.py)

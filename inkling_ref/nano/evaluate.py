@@ -8,7 +8,8 @@ reference as long as every token of it is the most likely one, so both say the s
 The whole model runs in float32; what differs is the stored values of the experts. `shipped` reads the checkpoint,
 `bf16` the same training before its experts were quantised: the folder `<checkpoint>-bf16`, which `train-nano` writes.
 
-On two cores 100 examples of each task take about two minutes; of the two long retrieval tasks a fifth is enough.
+On two cores 100 examples of each task take two to three minutes, of which the two long retrieval tasks, though they get
+a fifth of the examples only, take most.
 """
 
 from collections.abc import Iterable, Iterator

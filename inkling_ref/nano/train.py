@@ -29,11 +29,11 @@ import argparse
 import json
 import math
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -223,7 +223,7 @@ def losses(
     llm: TextModel, hidden: Float[Tensor, "N D"], labels: Int[Tensor, " N"], worth: UInt8[Tensor, " N"]
 ) -> tuple[Float[Tensor, ""], Float[Tensor, "2"]]:
     """The loss, and what it is on answers and on the text around them."""
-    each = F.cross_entropy(llm.logits(hidden), labels, reduction="none")
+    each = F.cross_entropy(llm.logits(hidden[None])[0], labels, reduction="none")
     answer, text = worth == ANSWER, worth == TEXT
     weight = answer + 0.1 * text
     parts = [(each.detach() * m).sum() / m.sum().clamp(min=1) for m in (answer, text)]
@@ -386,7 +386,7 @@ class Trainer:
         pool, side = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
 
         def recorded(work: Callable[[], None]) -> Callable[[], None]:
-            started = time.monotonic()
+            started = monotonic()
             torch.cuda.synchronize()
             with torch.cuda.stream(side):  # before recording: compile, and let libraries allocate
                 for _ in range(2):
@@ -395,7 +395,7 @@ class Trainer:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # the loader's thread goes on
                 work()
-            self.log(f"compiled and recorded {work.__qualname__} in {time.monotonic() - started:.0f} s")
+            self.log(f"compiled and recorded {work.__qualname__} in {monotonic() - started:.0f} s")
             return graph.replay
 
         for name, kind in self.kinds.items():
@@ -415,7 +415,7 @@ def train(
     """
     history: list[dict] = []
     on_gpu = trainer.device.type == "cuda"
-    began, step, progress, noted = time.monotonic(), 0, start, -math.inf
+    began, step, progress, noted = monotonic(), 0, start, -math.inf
     while progress < 1:
         trainer.set_rates(min(1.0, (step + 1) / warmup, (1 - progress) / 0.55), progress)
         for name, kind in trainer.kinds.items():
@@ -427,7 +427,7 @@ def train(
         if step % 10 == 0 or not on_gpu:
             if on_gpu:
                 torch.cuda.synchronize()  # else the clock would run ahead of the work
-            elapsed = time.monotonic() - began
+            elapsed = monotonic() - began
             progress = start + (1 - start) * elapsed / seconds
             if elapsed - noted > seconds / 40 or progress >= 1:
                 noted = elapsed
@@ -466,7 +466,7 @@ def main(
     if device == "cuda" and not torch.cuda.is_available():
         raise InputError("device 'cuda': no GPU is visible to torch, expected 'cpu' here")
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    on_gpu, began, out = place.type == "cuda", time.monotonic(), Path(out)
+    on_gpu, began, out = place.type == "cuda", monotonic(), Path(out)
     plan = preset(preset_name or ("nano" if on_gpu else "mini"))
     encoder = rows.Encoder(Tokenizer.from_pretrained(SHIPPED))
     text = replace(plan.config.text, eos_token_id=encoder.markers[END_SAMPLING])
@@ -492,7 +492,7 @@ def main(
         trainer.round()
     if on_gpu:
         trainer.record({name: next(stream) for name, stream in streams.items()})
-    log(f"ready after {time.monotonic() - began:.0f} s")
+    log(f"ready after {monotonic() - began:.0f} s")
 
     history = train(trainer, streams, plan.warmup, 60 * minutes, RESUME_AT if resume else 0.0)
     torch.set_num_threads(threads)
@@ -502,7 +502,7 @@ def main(
     where = torch.cuda.get_device_name() if on_gpu else "CPU"
     record: dict[str, Any] = {"seed": seed, "minutes": minutes, "device": where, "history": history}
     (out / "training.json").write_text(json.dumps(record) + "\n")
-    log(f"written to {out} after {time.monotonic() - began:.0f} s")
+    log(f"written to {out} after {monotonic() - began:.0f} s")
     return history
 
 

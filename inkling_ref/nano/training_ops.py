@@ -24,7 +24,7 @@ from ..residual import rms, rms_norm, wide
 
 def mix_and_norm(
     sources: Float[Tensor, "B T n D"],
-    queries: Float[Tensor, "q D"] | None,
+    queries: Float[Tensor, " D"] | Float[Tensor, "q D"] | None,
     norm_weights: list[Tensor],
     eps: float,
     dtype: torch.dtype,
@@ -90,6 +90,18 @@ def band(values: Float[Tensor, "... t x"], first: int, columns: int) -> Float[Te
     return flat[..., skip : skip + rows * columns].unflatten(-1, (rows, columns))
 
 
+def _by_chunk(u: Tensor, chunks: int, G: int) -> Tensor:
+    """Per head values [B, T, H, ...] to [B, G, chunks, H / G, T / chunks, ...]."""
+    u = u.unflatten(2, (G, -1)).unflatten(1, (chunks, -1))
+    return u.permute(0, 3, 1, 4, 2, *range(5, u.dim()))
+
+
+def _with_previous(u: Float[Tensor, "B G T d"], rows: int) -> Float[Tensor, "B G chunks keys d"]:
+    """Chunks of `rows` positions, each after the chunk before it; zeros before the first."""
+    own = u.unflatten(2, (-1, rows))
+    return torch.cat([F.pad(u, (0, 0, rows, 0))[:, :, :-rows].unflatten(2, (-1, rows)), own], dim=3)
+
+
 def attend(
     q: Float[Tensor, "B T H d"],
     k: Float[Tensor, "B G T d"],
@@ -112,17 +124,10 @@ def attend(
     chunks = T // rows
     assert chunks * rows == T, f"T = {T} must be a multiple of the window {window}"
 
-    def by_chunk(u: Tensor) -> Tensor:  # [B, T, H, ...] -> [B, G, chunks, H / G, rows, ...]
-        u = u.reshape(B, chunks, rows, G, H // G, *u.shape[3:])
-        return u.permute(0, 3, 1, 4, 2, *range(5, u.dim()))
-
-    def with_previous(u: Tensor) -> Tensor:  # [B, G, T, d] -> [B, G, chunks, keys, d]
-        own = u.unflatten(2, (chunks, rows))
-        if window is None:
-            return own
-        return torch.cat([F.pad(u, (0, 0, rows, 0))[:, :, :T].unflatten(2, (chunks, rows)), own], dim=3)
-
-    k, v = with_previous(k), with_previous(v)
+    if window is None:
+        k, v = k[:, :, None], v[:, :, None]
+    else:
+        k, v = _with_previous(k, rows), _with_previous(v, rows)
     keys = k.shape[3]
     distance = torch.arange(rows, device=q.device)[:, None] + (keys - rows) - torch.arange(keys, device=q.device)
     visible = distance >= 0
@@ -130,11 +135,11 @@ def attend(
         chunk = torch.arange(chunks, device=q.device)[:, None, None, None]
         own = torch.arange(keys, device=q.device) >= rows
         visible = visible & (distance < window) & ((chunk > 0) | own)
-    scores = (by_chunk(q).flatten(3, 4) @ k.transpose(-1, -2)).unflatten(3, (H // G, rows)) / math.sqrt(d)
+    scores = (_by_chunk(q, chunks, G).flatten(3, 4) @ k.transpose(-1, -2)).unflatten(3, (H // G, rows)) / math.sqrt(d)
     # Distance x stands in column i + keys - rows - x: the profiles run backwards.
-    bias = band(by_chunk(r) @ profiles.flip(-1), keys - rows - X + 1, keys)
+    bias = band(_by_chunk(r, chunks, G) @ profiles.flip(-1), keys - rows - X + 1, keys)
     scores = (wide(scores) + wide(bias)).masked_fill(~visible, -math.inf)
-    z = wide(by_chunk(sink))[..., None]
+    z = wide(_by_chunk(sink, chunks, G))[..., None]
     top = torch.maximum(scores.detach().amax(-1, keepdim=True), z.detach())
     e = (scores - top).exp()
     p = (e / (e.sum(-1, keepdim=True) + (z - top).exp())).to(q.dtype)
@@ -178,6 +183,11 @@ def route(
     return chosen * scale, ids
 
 
+def _cap(x: Tensor, c: float) -> Tensor:
+    """`moe.softcap`, its tanh made of what GPUs have an instruction for."""
+    return (2 * torch.sigmoid(x * (2 / c)) - 1) * c
+
+
 def experts(
     h: Float[Tensor, "N D"],
     weights: Float[Tensor, "N k"],
@@ -194,11 +204,7 @@ def experts(
     rows = w13.weight.unflatten(1, (-1, 2)).permute(2, 0, 1, 3).reshape(-1, D)
     g, u = (wide(x).unflatten(-1, (E, -1)) for x in F.linear(h, rows).chunk(2, dim=-1))
     share = (weights[..., None] * (ids[..., None] == torch.arange(E, device=ids.device))).sum(1)  # [N, E]
-
-    def cap(x: Tensor, c: float) -> Tensor:
-        return (2 * torch.sigmoid(x * (2 / c)) - 1) * c  # tanh, but from an instruction that GPUs have
-
-    a = (cap(g, gate_cap) * g.sigmoid() * cap(u, up_cap) * share[..., None]).to(h.dtype)
+    a = (_cap(g, gate_cap) * g.sigmoid() * _cap(u, up_cap) * share[..., None]).to(h.dtype)
     return a.flatten(1) @ w2.weight.transpose(1, 2).reshape(-1, D)
 
 
