@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 IMAGE ?= examples/shapes.png
-QUESTION ?= What colour is the circle?
+QUESTION ?= Describe the picture.
 # One thread for each test worker: more would only fight for the same cores.
 WORKERS ?= 2
 
