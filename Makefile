@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 IMAGE ?= examples/shapes.png
 QUESTION ?= Describe the picture.
+export IMAGE QUESTION
 # One thread for each test worker: more would only fight for the same cores.
 WORKERS ?= 2
 
@@ -16,7 +17,7 @@ help:     ## list these targets
 	@grep -hE '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/'
 
 run: $(VENV)/installed  ## answer QUESTION about IMAGE with the shipped nano checkpoint
-	$(BIN)/inkling-ref ask "$(QUESTION)" --image "$(IMAGE)"
+	$(BIN)/inkling-ref ask "$$QUESTION" --image "$$IMAGE"
 
 test: $(VENV)/installed-test  ## every test, with every shape annotation checked
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --jaxtyping-packages=inkling_ref,beartype.beartype
@@ -25,8 +26,8 @@ lint: $(VENV)/installed-test  ## ruff: rules and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-lab: $(VENV)/installed-notebooks  ## open the notebooks
-	$(BIN)/jupyter lab notebooks
+lab: $(VENV)/installed-notebooks  ## open JupyterLab here
+	$(BIN)/jupyter lab
 
 figures: $(VENV)/installed-notebooks  ## draw figures/ again
 	for script in figures/make_*.py; do $(BIN)/python "$$script" || exit 1; done

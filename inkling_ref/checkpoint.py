@@ -239,7 +239,7 @@ def load(
         for layer, quantisation in zip(model.llm.layers, formats, strict=True):
             layer.mlp.experts.stored_format = quantisation
         total = sum(reader.layout(name).nbytes for name in reader.names)
-        with _progress(f"reading {reader.folder}", total) as done:
+        with _progress(f"reading {reader.folder.name}", total) as done:
             for name in [name for name, _ in model.named_parameters()]:
                 module_name, _, leaf = name.rpartition(".")
                 module, layer = model.get_submodule(module_name), _layer_of_experts(name)
@@ -352,7 +352,7 @@ def save(
     partial = folder.absolute().parent / f".{folder.absolute().name}.partial-{os.getpid()}"
     partial.mkdir(parents=True)  # outside the try: one that exists is another thread's, and not ours to remove
     try:
-        with _progress(f"writing {folder}", total) as done:
+        with _progress(f"writing {folder.name}", total) as done:
             written = 0
             for file, shard in files.items():
                 for size in write_file(partial / file, shard, metadata or {}):

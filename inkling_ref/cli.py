@@ -15,14 +15,19 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 
 from .errors import InputError
 
+if TYPE_CHECKING:
+    from .config import InklingConfig
+
 INTERRUPTED = 130  # what typer makes of Ctrl-C
 NANO = Path(__file__).parent / "data" / "nano"  # the checkpoint that ships with the package
+SMALL_MODEL = 100_000_000  # parameters: below, one thread is enough
+LONG_PROMPT = 2000  # tokens: above, a word to the user who waits
 
 app = typer.Typer(
     help="Inkling 2, as a reference: ask a model, look at its costs, train and evaluate nano.",
@@ -124,6 +129,10 @@ def ask(
     if draft:
         find(checkpoint)
 
+    use_few_threads(config, device)
+    if len(prompt.input_ids) > LONG_PROMPT:
+        tiles = 0 if prompt.pixel_values is None else len(prompt.pixel_values)
+        _note(f"{len(prompt.input_ids)} tokens to read, {tiles} of them tiles of pictures: this takes a while")
     start = time.perf_counter()
     model = checkpoints.load(checkpoint, device=device, dtype=_dtype(device), backend=backend)
     drafter = load_drafter(checkpoint, model) if draft else None
@@ -153,9 +162,9 @@ def ask(
     speed = (stats.new_tokens - 1) / stats.decode_seconds if stats.decode_seconds else 0.0
     size = _count(parameters(config).total())
     _note(
-        f"{checkpoint.resolve().name}, {size} parameters | loaded in {load_seconds:.2f} s | "
+        f"{checkpoint.resolve().name}, {size} | loaded in {load_seconds:.2f} s | "
         f"{stats.prompt_tokens} tokens read in {stats.prefill_seconds:.2f} s | "
-        f"{stats.new_tokens} written, {speed:.0f} tokens/s" + ("" if reason == "eos" else f" | cut: {reason}")
+        f"{stats.new_tokens} written, {speed:.0f}/s" + ("" if reason == "eos" else f" | cut: {reason}")
     )
     if (drafting := stats.drafting) and drafting.row_rounds:
         _note(
@@ -164,6 +173,20 @@ def ask(
             f"{1000 * drafting.draft_seconds / drafting.row_rounds:.1f} ms to draft, "
             f"{1000 * drafting.verify_seconds / drafting.row_rounds:.1f} ms to check"
         )
+
+
+def use_few_threads(config: "InklingConfig", device: str) -> None:
+    """One thread for a small model on a CPU, unless the user said otherwise (OMP_NUM_THREADS).
+
+    Its operations are too short to share: with two threads nano decodes no faster on an idle machine, and several
+    times slower on a busy one, where they wait for each other at every operation.
+    """
+    import torch
+
+    from .measure.cost import parameters
+
+    if device == "cpu" and "OMP_NUM_THREADS" not in os.environ and parameters(config).total() < SMALL_MODEL:
+        torch.set_num_threads(1)
 
 
 def _percent(shares: list[float]) -> str:
@@ -219,9 +242,12 @@ def eval_nano(
 ) -> None:
     """Exact match by task, on held-out examples of the small world."""
     with _importing():
+        from .config import InklingConfig
         from .nano import evaluate
 
-    evaluate.main(checkpoint, tasks=tasks.split(",") if tasks else None, examples=examples, precision=precision)
+    use_few_threads(InklingConfig.from_pretrained(checkpoint), "cpu")
+    names = [name.strip() for name in tasks.split(",")] if tasks else None
+    evaluate.main(checkpoint, tasks=names, examples=examples, precision=precision)
 
 
 def _check_writable(folder: Path) -> None:

@@ -90,8 +90,8 @@ def test_only_the_answer_goes_to_stdout(capsys, folder, reply):
     thought, report = err.splitlines()
     assert thought == "hello world"
     assert re.fullmatch(
-        rf"{folder.name}, \S+ k parameters \| loaded in \d+\.\d\d s \| 9 tokens read in 0\.50 s \| "
-        r"\d+ written, \d+ tokens/s",
+        rf"{folder.name}, \S+ k \| loaded in \d+\.\d\d s \| 9 tokens read in 0\.50 s \| "
+        r"\d+ written, \d+/s",
         report,
     )
 
@@ -517,3 +517,20 @@ def test_an_unknown_command_is_one_line(capsys):
     assert (status, out) == (2, "")
     assert "answer" in err
     assert err.count("\n") == 1
+
+
+def test_a_small_model_runs_on_one_thread_unless_the_user_says_otherwise(monkeypatch):
+    config, before = InklingConfig.nano(), torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        monkeypatch.setenv("OMP_NUM_THREADS", "2")
+        cli.use_few_threads(config, "cpu")
+        assert torch.get_num_threads() == 2
+        monkeypatch.delenv("OMP_NUM_THREADS")
+        cli.use_few_threads(InklingConfig.small(), "cpu")
+        cli.use_few_threads(config, "cuda")
+        assert torch.get_num_threads() == 2
+        cli.use_few_threads(config, "cpu")
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)

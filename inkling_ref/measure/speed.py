@@ -19,7 +19,8 @@ from pathlib import Path
 import torch
 
 from .. import checkpoint
-from ..cli import NANO
+from ..cli import NANO, use_few_threads
+from ..config import InklingConfig
 from ..generation import generate
 from ..model import Inkling
 
@@ -61,6 +62,8 @@ def their_forward(model: Inkling, ids: torch.Tensor) -> Callable[[], object] | N
 def main(folder: str | Path = NANO) -> None:
     """Measure and print, one line a number."""
     print(f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, torch {torch.__version__}")
+    threads = torch.get_num_threads()
+    use_few_threads(InklingConfig.from_pretrained(folder), "cpu")  # as `ask` does
     (load,) = seconds(lambda: checkpoint.load(folder))
     print(f"load: {load:.2f} s")
 
@@ -73,6 +76,7 @@ def main(folder: str | Path = NANO) -> None:
         speeds.append((DECODE_TOKENS - 1) / stats.decode_seconds)
     print(f"decode, batch 1: {statistics.median(speeds[1:]):.0f} tokens/s")
 
+    torch.set_num_threads(threads)
     theirs = their_forward(model, ids)
     ours, *other = seconds(lambda: model(ids), *([theirs] if theirs else []))
     beside = [f"transformers {t:.2f} s, ratio {ours / t:.2f}" for t in other] or ["transformers is not installed"]

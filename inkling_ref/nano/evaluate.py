@@ -123,6 +123,7 @@ def main(
         InputError: as `evaluate`; another precision; a folder that is not there.
     """
     from rich.console import Console
+    from rich.progress import track
     from rich.table import Table
 
     folder = Path(checkpoint)
@@ -133,10 +134,12 @@ def main(
     if "bf16" in wanted and not folders["bf16"].is_dir():
         raise InputError(f"{folders['bf16']}: not found; train-nano writes it beside its checkpoint")
     tokenizer = Tokenizer.from_pretrained(folder)
-    results = {}
+    results: dict[str, dict[str, tuple[float, int]]] = {}
+    names = list(TASKS) if tasks is None else list(tasks)
     for name in wanted:
-        model = checkpoints.load(folders[name], experts="dequantize")
-        results[name] = evaluate(model, tokenizer, tasks, examples, greedy, seed)
+        model, results[name] = checkpoints.load(folders[name], experts="dequantize"), {}
+        for task in track(names, f"evaluating {name}", console=Console(stderr=True), transient=True):
+            results[name] |= evaluate(model, tokenizer, [task], examples, greedy, seed)
 
     table = Table("task", "n", *(f"{name}, % exact" for name in wanted), title=f"{folder}, held-out examples")
     for task in results[wanted[0]]:
