@@ -12,7 +12,8 @@ On two cores 100 examples of each task take two to three minutes, of which the t
 a fifth of the examples only, take most.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,8 +90,9 @@ def evaluate(
     examples: int = 100,
     greedy: bool = False,
     seed: int = 0,
+    progress: Callable[[list[str]], Iterable[str]] = iter,
 ) -> dict[str, tuple[float, int]]:
-    """Task -> (share of exactly right replies, number of examples).
+    """Task -> (share of exactly right replies, number of examples). `progress` wraps the list of tasks as they run.
 
     Raises:
         InputError: for a task that does not exist, or no examples.
@@ -102,7 +104,7 @@ def evaluate(
     if examples < 1:
         raise InputError(f"examples: {examples}, expected at least 1")
     encoder, result = rows.Encoder(tokenizer), {}
-    for name in names:
+    for name in progress(names):
         drawn = TASKS[name].examples(-(-examples // 5) if name in LONG else examples, seed)
         right = decoded(model, tokenizer, drawn) if greedy else teacher_forced(model, encoder, drawn)
         result[name] = (sum(right) / len(right), len(right))
@@ -134,14 +136,13 @@ def main(
     if "bf16" in wanted and not folders["bf16"].is_dir():
         raise InputError(f"{folders['bf16']}: not found; train-nano writes it beside its checkpoint")
     tokenizer = Tokenizer.from_pretrained(folder)
-    results: dict[str, dict[str, tuple[float, int]]] = {}
-    names = list(TASKS) if tasks is None else list(tasks)
+    results = {}
     for name in wanted:
-        model, results[name] = checkpoints.load(folders[name], experts="dequantize"), {}
-        for task in track(names, f"evaluating {name}", console=Console(stderr=True), transient=True):
-            results[name] |= evaluate(model, tokenizer, [task], examples, greedy, seed)
+        model = checkpoints.load(folders[name], experts="dequantize")
+        bar = partial(track, description=f"evaluating {name}", console=Console(stderr=True), transient=True)
+        results[name] = evaluate(model, tokenizer, tasks, examples, greedy, seed, bar)
 
-    table = Table("task", "n", *(f"{name}, % exact" for name in wanted), title=f"{folder}, held-out examples")
+    table = Table("task", "n", *(f"{name}, % exact" for name in wanted), title=f"{folder.resolve().name}, held-out examples")
     for task in results[wanted[0]]:
         shares = [f"{100 * results[name][task][0]:.1f}" for name in wanted]
         table.add_row(task, str(results[wanted[0]][task][1]), *shares)

@@ -49,7 +49,7 @@ from ..chat import END_SAMPLING, Tokenizer
 from ..config import InklingConfig
 from ..errors import InputError
 from ..model import Inkling, TextModel
-from ..quantization import fake_mxfp8_weight, fake_nvfp4_weight
+from ..quantization import NVFP4, fake_mxfp8_weight, fake_nvfp4_weight
 from ..residual import rms_norm
 from ..vision import LEVEL_CENTRE, LEVEL_SCALE, PAD_LEVEL
 from . import rows
@@ -349,7 +349,7 @@ class Trainer:
         targets, sources = zip(*self.plain, strict=True)
         torch._foreach_copy_(targets, sources)
         layers = list(zip(self.model.llm.layers, self.master.llm.layers, strict=True))
-        first = len(layers) * 5 // 6  # as checkpoint.save divides them
+        first = checkpoint.layer_formats("nvfp4+mxfp8", len(layers)).count(NVFP4)
         for members, fake in ((layers[:first], fake_nvfp4_weight), (layers[first:], fake_mxfp8_weight)):
             for name in checkpoint.MATRICES:
                 pairs = [[getattr(layer.mlp.experts, name) for layer in pair] for pair in members]
