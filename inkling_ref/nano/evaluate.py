@@ -142,7 +142,9 @@ def main(
         bar = partial(track, description=f"evaluating {name}", console=Console(stderr=True), transient=True)
         results[name] = evaluate(model, tokenizer, tasks, examples, greedy, seed, bar)
 
-    table = Table("task", "n", *(f"{name}, % exact" for name in wanted), title=f"{folder.resolve().name}, held-out examples")
+    table = Table(
+        "task", "n", *(f"{name}, % exact" for name in wanted), title=f"{folder.resolve().name}, held-out examples"
+    )
     for task in results[wanted[0]]:
         shares = [f"{100 * results[name][task][0]:.1f}" for name in wanted]
         table.add_row(task, str(results[wanted[0]][task][1]), *shares)
