@@ -108,9 +108,16 @@ def test_gradient_of_the_correction_bias_is_the_load():
     assert torch.allclose(load, torch.bincount(ids.flatten(), minlength=7) / ids.numel())
 
 
-def test_compiles_in_whole_pieces(encoder, one_thread, monkeypatch):
+@pytest.fixture
+def compiler():
+    """Leaves torch.compile as it was: no limit changed, no compiled variants of functions that other tests compile."""
+    with torch._dynamo.config.patch(recompile_limit=64):
+        yield
+    torch._dynamo.reset()
+
+
+def test_compiles_in_whole_pieces(encoder, one_thread, compiler):
     """No graph breaks and few variants, which the CUDA graphs rely on."""
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 64)
     from torch._dynamo.testing import CompileCounterWithBackend
 
     counter = CompileCounterWithBackend("aot_eager")
