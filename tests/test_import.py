@@ -28,7 +28,7 @@ ORDER = [
     {"sampling"},
     {"speculative"},
     {"generation"},
-    {"cli"},
+    {"cli", "notebook"},
 ]
 
 

@@ -1,0 +1,303 @@
+"""What the notebooks share: figures of one style, live source, equations, tables, sliders, exercises.
+
+    from inkling_ref import notebook as nb
+
+    python -m inkling_ref.notebook notebooks/*.ipynb           # execute in place, then normalise
+    python -m inkling_ref.notebook --check notebooks/*.ipynb   # name the files that are not normal; write nothing
+
+Needs the `notebooks` extra. Importing this module sets matplotlib's style, in one place for all notebooks.
+
+A notebook is *normal* when a second run on another machine gives the same file, unless a result differs: kernelspec
+`python3`, cells called cell-01, cell-02 and so on, executed once from top to bottom, no machine's metadata, no widgets.
+"""
+
+import argparse
+import ast
+import base64
+import functools
+import html
+import inspect
+import io
+import itertools
+import json
+import os
+import platform
+import re
+import sys
+import tempfile
+import textwrap
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import matplotlib.pyplot as plt
+import torch
+from IPython import get_ipython
+from IPython.display import display
+from matplotlib.figure import Figure
+from PIL import Image
+
+from . import __version__
+from .chat import Tokenizer
+from .checkpoint import load
+from .errors import InputError
+from .model import Inkling
+
+NANO = Path(__file__).parent / "data" / "nano"
+
+# One colour a concept, through all figures.
+COLOURS = {
+    "residual": "#d9822b", "embedding": "#8c6239", "attention": "#2f6db5", "conv": "#3a9a5b", "moe": "#8e5bb5",
+    "vision": "#cf5a7e", "drafter": "#1f9a9a", "sink": "#b0413e", "gate": "#c9a227", "bias": "#5b6ee1",
+    "query": "#2f6db5", "key": "#e08a1e", "value": "#3a9a5b", "image": "#cf5a7e", "text": "#4b5563",
+    "good": "#2e8b57", "bad": "#c0392b", "grey": "#9aa0a6",
+}  # fmt: skip
+
+plt.rcParams.update(
+    {
+        "figure.facecolor": "white", "axes.facecolor": "white", "savefig.facecolor": "white",
+        "figure.figsize": (7, 3.6), "figure.dpi": 100, "savefig.dpi": "figure",
+        "figure.constrained_layout.use": True,
+        "font.family": "DejaVu Sans", "font.size": 10, "axes.titlesize": 11, "axes.labelsize": 10,
+        "legend.fontsize": 9, "legend.frameon": False, "xtick.labelsize": 9, "ytick.labelsize": 9,
+        "axes.spines.top": False, "axes.spines.right": False, "image.interpolation": "nearest",
+        "svg.hashsalt": "inkling-ref", "svg.fonttype": "path",
+    }
+)  # fmt: skip
+
+
+def versions() -> None:
+    """Print what this notebook runs on, and what of it runs here."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU, no GPU found"
+    print(f"inkling-ref {__version__}, Python {platform.python_version()}, PyTorch {torch.__version__}, {device}")
+    print("Runs here: everything below, on the CPU, in float32.")
+
+
+@functools.cache
+def nano() -> tuple[Inkling, Tokenizer]:
+    """The shipped trained model in float32 and its tokenizer, loaded once; one thread, so that sums repeat exactly."""
+    torch.set_num_threads(1)
+    return load(NANO), Tokenizer.from_pretrained(NANO)
+
+
+def _markdown(text: str) -> None:
+    display({"text/markdown": text, "text/plain": text}, raw=True)
+
+
+def show_source(thing: Callable | type, docstring: bool = False) -> None:
+    """Display the source of a function or class as it is installed, without its docstrings unless `docstring`."""
+    source = textwrap.dedent(inspect.getsource(thing))
+    if not docstring:
+        lines = source.splitlines()
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node):
+                text = node.body[0]
+                end = text.end_lineno + (lines[text.end_lineno : text.end_lineno + 1] == [""])  # and a blank line after
+                lines[text.lineno - 1 : end] = [None] * (end - text.lineno + 1)
+        source = "\n".join(line for line in lines if line is not None)
+    _markdown(f"`{thing.__module__}.{thing.__qualname__}`\n\n```python\n{source.strip()}\n```")
+
+
+def equation(thing: ModuleType | Callable | type, index: int | None = None) -> None:
+    """Display the `$$` blocks in the docstring of a module, function or class: all of them, or number `index` from 0.
+
+    Raises InputError if there is no such block.
+    """
+    blocks = re.findall(r"\$\$.+?\$\$", inspect.getdoc(thing) or "", re.DOTALL)
+    chosen = blocks if index is None else blocks[index : index + 1]
+    if not chosen:
+        raise InputError(f"equation {index} of {thing.__name__}: its docstring has {len(blocks)} $$ blocks")
+    _markdown("\n\n".join(chosen))
+
+
+def table(rows: Iterable[Sequence], header: Sequence[str] | None = None) -> None:
+    """Display a small table. Columns of numbers are set to the right; format floats yourself."""
+    cells = [[str(cell).replace("|", r"\|") for cell in row] for row in rows]
+    head = [str(name).replace("|", r"\|") for name in header or [""] * len(cells[0])]
+    number = re.compile(r"[-+−]?[\d.,]+(e[-+]?\d+)?( ?[%×kKMGTi]*B?)?")
+    numeric = [all(number.fullmatch(cell) for cell in column) for column in zip(*cells, strict=True)]
+    rules = ["---:" if right else ":---" for right in numeric]
+    _markdown("\n".join("| " + " | ".join(row) + " |" for row in [head, rules, *cells]))
+
+
+def _png(figure: Figure) -> Image.Image:
+    """The figure as an image; the figure is closed, so that the front end does not show it a second time."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    plt.close(figure)
+    return Image.open(buffer).convert("RGB")
+
+
+def _encode(image: Image.Image) -> str:
+    """PNG with a palette, in base64: a third of the size of a true-colour one, so that notebooks stay small."""
+    buffer = io.BytesIO()
+    image.quantize(256, dither=Image.Dither.NONE).save(buffer, format="png", optimize=True)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def _show_image(image: Image.Image, alt: str) -> None:
+    display({"image/png": _encode(image), "text/plain": alt}, metadata={"image/png": {"alt": alt}}, raw=True)
+
+
+def show(figure: Figure, alt: str, name: str | None = None, data: dict | None = None) -> None:
+    """Display a matplotlib figure as a PNG and close it.
+
+    Args:
+        alt: what is seen, for readers who do not see it.
+        name: of a key figure. Where the environment variable INKLING_FIGURES names a folder (`make figures`), it is
+            written there as name.svg and name.png, and `data`, what the figure is drawn from, as data/name.json.
+    """
+    folder = os.environ.get("INKLING_FIGURES")
+    if name and folder:
+        figure.savefig(Path(folder) / f"{name}.svg", metadata={"Date": None})
+        figure.savefig(Path(folder) / f"{name}.png", dpi=200)
+        if data is not None:
+            path = Path(folder) / "data" / f"{name}.json"
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    _show_image(_png(figure), alt)
+
+
+def explore(plot: Callable[..., Figure], *, alt: str, **values: Sequence) -> None:
+    """Display `plot(label=value, ...)` for some values as a grid of two columns; with a live kernel, sliders beneath.
+
+    The grid is what remains in a saved notebook: up to four values of the first label, the others at their first
+    value. Sliders go through all values. About 4.5 x 3 inches is a good size for the figures.
+
+    Args:
+        plot: takes one value a label, returns a new matplotlib figure.
+        alt: what is seen, for readers who do not see it.
+    """
+
+    @functools.cache
+    def draw(*choice: Any) -> Image.Image:
+        chosen = dict(zip(values, choice, strict=True))
+        figure = plot(**chosen)
+        if not figure.get_suptitle():
+            figure.suptitle(", ".join(f"{label} = {value}" for label, value in chosen.items()), fontsize=10)
+        return _png(figure)
+
+    label, *others = values
+    first = values[label]
+    count = min(4, len(first))
+    picked = [first[round(i * (len(first) - 1) / max(count - 1, 1))] for i in range(count)]
+    panels = [draw(value, *(values[other][0] for other in others)) for value in picked]
+    width, height = (max(getattr(panel, side) for panel in panels) for side in ("width", "height"))
+    grid = Image.new("RGB", (width * min(count, 2), height * -(-count // 2)), "white")
+    for i, panel in enumerate(panels):
+        grid.paste(panel, (i % 2 * width, i // 2 * height))
+    _show_image(grid, f"{alt} One panel for each {label} of {', '.join(map(str, picked))}.")
+
+    if getattr(get_ipython(), "kernel", None) is not None:  # elsewhere nothing would move a slider
+        _sliders(draw, values, alt)
+
+
+def _sliders(draw: Callable[..., Image.Image], values: dict[str, Sequence], alt: str) -> None:
+    import ipywidgets
+
+    sliders = [
+        ipywidgets.SelectionSlider(options=[(str(v), v) for v in options], description=label, continuous_update=False)
+        for label, options in values.items()
+    ]
+    picture = ipywidgets.HTML()
+
+    def update(_change: dict | None = None) -> None:
+        png = _encode(draw(*(slider.value for slider in sliders)))
+        picture.value = f'<img alt="{html.escape(alt)}" src="data:image/png;base64,{png}">'
+
+    for slider in sliders:
+        slider.observe(update, names="value")
+    update()
+    display(ipywidgets.VBox([*sliders, picture]))
+
+
+def exercise(check: Callable[[Callable], None], candidate: Callable) -> None:
+    """Run an exercise's check on your function and print the outcome in one line."""
+    try:
+        check(candidate)
+    except NotImplementedError:
+        print(f"{candidate.__name__}: not tried yet")
+    except AssertionError as error:
+        print(f"{candidate.__name__}: not yet. {error or traceback.extract_tb(error.__traceback__)[-1].line}")
+    else:
+        print(f"{candidate.__name__}: passed")
+
+
+def normalised(notebook: Any) -> Any:
+    """A copy of an nbformat notebook in the normal form (module docstring)."""
+    notebook = notebook.copy()
+    notebook.nbformat, notebook.nbformat_minor = 4, 5
+    notebook.metadata = {
+        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+        "language_info": {"name": "python"},
+    }
+    counts = itertools.count(1)
+    for place, cell in enumerate(notebook.cells, 1):
+        cell.id, cell.metadata = f"cell-{place:02}", {}
+        if cell.cell_type == "code":
+            cell.execution_count = next(counts)
+            cell.outputs = [
+                o for o in cell.outputs if "application/vnd.jupyter.widget-view+json" not in o.get("data", {})
+            ]
+            for output in cell.outputs:
+                if output.output_type == "execute_result":
+                    output.execution_count = cell.execution_count
+    return notebook
+
+
+def execute(path: Path) -> Any:
+    """The notebook, run from top to bottom in its own folder by a new kernel; a cell's error is raised."""
+    import nbclient
+    import nbformat
+
+    notebook = nbformat.read(path, as_version=4)
+    paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    client = nbclient.NotebookClient(
+        notebook,
+        kernel_name="python3",
+        timeout=300,
+        coalesce_streams=True,
+        resources={"metadata": {"path": str(path.parent)}},
+    )
+    return client.execute(env=environment)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line above; returns the exit status: 1 where a file is not normal or a cell fails."""
+    import nbclient
+    import nbformat
+
+    parser = argparse.ArgumentParser(
+        prog="python -m inkling_ref.notebook", description="Execute and normalise notebooks."
+    )
+    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("--check", action="store_true", help="only name the files that are not normal")
+    options = parser.parse_args(arguments)
+    failed = False
+    for path in options.files:
+        if options.check:
+            text = path.read_text(encoding="utf-8")
+            if nbformat.writes(normalised(nbformat.reads(text, as_version=4))) + "\n" != text:
+                print(f"{path}: not normal; run `make notebooks`", file=sys.stderr)
+                failed = True
+            continue
+        try:
+            notebook = execute(path)
+        except nbclient.exceptions.CellExecutionError as error:
+            print(f"{path}: {error}", file=sys.stderr)
+            failed = True
+            continue
+        # The whole file or none: a reader never meets half a notebook.
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", encoding="utf-8", delete=False) as file:
+            file.write(nbformat.writes(normalised(notebook)) + "\n")
+        os.chmod(file.name, path.stat().st_mode)
+        os.replace(file.name, path)
+        print(path)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Checks and worked solutions of the notebooks' exercises: one module a notebook, named as its component."""
