@@ -213,7 +213,7 @@ _LAYER = [
     *(
         Section(
             f"{_A}{x}_projected", f"{what} matrix", "B T G d", (r"attention: \mathrm{Conv}_k(W_k",),
-            f"attention.Attention.project_key_value: kv = torch.cat([self.wk_dv", (_A + "input", f"{_A}input_{x}"),
+            "attention.Attention.project_key_value: kv = torch.cat([self.wk_dv", (_A + "input", f"{_A}input_{x}"),
         )
         for x, what in [("k", "key"), ("v", "value")]
     ),
