@@ -1,85 +1,18 @@
 """Draw figures/architecture.svg and .png: the whole model, and one layer from the inside."""
 
-from pathlib import Path
-
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-from matplotlib.patches import Circle, FancyBboxPatch
+from drawing import FULL, INK, PLAIN, SLIDING, Page, save, tint
 
 from inkling_ref.config import InklingConfig
 from inkling_ref.measure.cost import parameters
+from inkling_ref.notebook import COLOURS
 
-# One colour a concept, through all figures.
-RESIDUAL, CONV, SLIDING, FULL, EXPERTS, VISION, PLAIN = (
-    "#d9822b", "#3a9a5b", "#7fb2e5", "#2f6db5", "#8e5bb5", "#cf5a7e", "#8a9099",
-)  # fmt: skip
-INK = "#22262b"
-WIDTH, HEIGHT = 11.0, 10.2
-
-plt.rcParams.update({"font.family": "DejaVu Sans", "font.size": 10, "svg.hashsalt": "inkling-ref"})
-figure = plt.figure(figsize=(WIDTH, HEIGHT), facecolor="white")
-page = figure.add_axes((0, 0, 1, 1))
-page.set(xlim=(0, WIDTH), ylim=(0, HEIGHT))
-page.axis("off")
-
-
-def tint(colour: str, strength: float) -> tuple[float, ...]:
-    """The colour mixed with white."""
-    return tuple(1 - strength * (1 - c) for c in matplotlib.colors.to_rgb(colour))
-
-
-def box(x, y, width, height, text, colour=PLAIN, strength=0.2, size=10.0, weight="normal"):
-    """A rounded box with its left lower corner at (x, y)."""
-    page.add_patch(
-        FancyBboxPatch(
-            (x, y), width, height, boxstyle="round,pad=0,rounding_size=0.07",
-            facecolor=tint(colour, strength), edgecolor=colour, linewidth=1.2, zorder=3,
-        )
-    )  # fmt: skip
-    label(x + width / 2, y + height / 2, text, size=size, weight=weight)
-
-
-def label(x, y, text, size=10.0, colour=INK, align="center", weight="normal", rotation=0):
-    page.text(
-        x, y, text, fontsize=size, color=colour, ha=align, va="center", weight=weight, rotation=rotation,
-        linespacing=1.25, zorder=5,
-    )  # fmt: skip
-
-
-def arrow(*points, colour=INK, width=1.3, head=True):
-    """A line through the points, with a head at its end."""
-    page.plot(*zip(*points[:-1], strict=True), color=colour, lw=width, solid_joinstyle="round", zorder=2)
-    style = "-|>,head_length=0.5,head_width=0.25" if head else "-"
-    page.annotate(
-        "", points[-1], points[-2], zorder=2,
-        arrowprops={"arrowstyle": style, "color": colour, "lw": width, "mutation_scale": 10 + 2 * width,
-                    "shrinkA": 0, "shrinkB": 0},
-    )  # fmt: skip
-
-
-def dot(x, y, colour, radius=0.045):
-    page.add_patch(Circle((x, y), radius, facecolor=colour, edgecolor="white", linewidth=0.6, zorder=4))
-
-
-def plus(x, y):
-    page.add_patch(Circle((x, y), 0.11, facecolor="white", edgecolor=INK, linewidth=1.2, zorder=4))
-    label(x, y, "+", size=11)
-
-
-def panel(x, y, width, height, title, colour):
-    page.add_patch(
-        FancyBboxPatch(
-            (x, y), width, height, boxstyle="round,pad=0,rounding_size=0.12",
-            facecolor=tint(colour, 0.045), edgecolor=tint(colour, 0.55), linewidth=1.0, zorder=0,
-        )
-    )  # fmt: skip
-    label(x + width / 2, y + height - 0.24, title, size=11.5, weight="bold")
+RESIDUAL, CONV, EXPERTS, VISION = (COLOURS[concept] for concept in ("residual", "conv", "moe", "vision"))
+SMALL, NANO = InklingConfig.small(), InklingConfig.nano()
+page = Page(11.0, 10.2)
 
 
 def image_encoder() -> None:
-    panel(0.15, 0.2, 2.5, 4.85, "Image encoder", VISION)
+    page.panel(0.15, 0.2, 2.5, 4.85, "Image encoder", VISION)
     x, width, mid = 0.35, 2.1, 1.4
     steps = [
         (0.45, 0.4, "picture, size kept"),
@@ -89,13 +22,13 @@ def image_encoder() -> None:
         (3.89, 0.64, "a tile's 4 patches\nto one token"),
     ]
     for (y, height, text), following in zip(steps, [*steps[1:], None], strict=True):
-        box(x, y, width, height, text, VISION, 0.16, size=9.6)
+        page.box(x, y, width, height, text, VISION, 0.16, size=9.6)
         if following:
-            arrow((mid, y + height), (mid, following[0]))
+            page.arrow((mid, y + height), (mid, following[0]))
 
 
 def sizes() -> None:
-    panel(0.15, 5.3, 2.5, 4.7, "Sizes", PLAIN)
+    page.panel(0.15, 5.3, 2.5, 4.7, "Sizes", PLAIN)
     texts = SMALL.text, NANO.text
     totals = [parameters(config).total() for config in (SMALL, NANO)]
     rows = [
@@ -115,21 +48,21 @@ def sizes() -> None:
     ]
     for i, (name, values) in enumerate(rows):
         y = 9.38 - 0.317 * i
-        label(0.3, y, name, size=9.8, align="left")
+        page.label(0.3, y, name, size=9.8, align="left")
         for x, value in zip((1.99, 2.53), values, strict=True):
-            label(x, y, value, size=9.8, align="right", weight="bold" if i == 0 else "normal")
-    page.plot([0.3, 2.53], [9.22, 9.22], color=tint(PLAIN, 0.7), lw=1)
+            page.label(x, y, value, size=9.8, align="right", weight="bold" if i == 0 else "normal")
+    page.line((0.3, 9.22), (2.53, 9.22), colour=tint(PLAIN, 0.7), width=1)
 
 
 def whole_model() -> None:
-    panel(2.9, 0.2, 3.65, 9.8, "The model: 8 blocks of 6 layers", RESIDUAL)
+    page.panel(2.9, 0.2, 3.65, 9.8, "The model: 8 blocks of 6 layers", RESIDUAL)
     x, width, mid = 3.12, 2.1, 4.17
-    box(x, 0.45, width, 0.4, "token ids", PLAIN, 0.12)
-    box(x, 1.13, width, 0.4, "embedding, RMSNorm")
-    arrow((mid, 0.85), (mid, 1.13))
+    page.box(x, 0.45, width, 0.4, "token ids", PLAIN, 0.12)
+    page.box(x, 1.13, width, 0.4, "embedding, RMSNorm")
+    page.arrow((mid, 0.85), (mid, 1.13))
     # Image features replace the embedding, after its norm, at image-token positions.
-    arrow((2.45, 4.21), (2.775, 4.21), (2.775, 1.66), (mid, 1.66), colour=VISION, width=1.8)
-    label(3.42, 1.79, "at image tokens", 8.8, VISION)
+    page.arrow((2.45, 4.21), (2.775, 4.21), (2.775, 1.66), (mid, 1.66), colour=VISION, width=1.8)
+    page.label(3.42, 1.79, "at image tokens", 8.8, VISION)
 
     rails, top = [5.5, 5.8, 6.1], 8.53
     blocks = [(2.08, "layers 0 to 5", 1), (4.13, "layers 6 to 11", 2), (6.5, "layers 42 to 47", 3)]
@@ -137,98 +70,95 @@ def whole_model() -> None:
     for (bottom, name, sources), rail in zip(blocks, rails, strict=True):
         # The sum that enters the block becomes a source, read by every sublayer from here on.
         source = bottom - 0.2
-        page.plot([mid, rail, rail], [source, source, top], color=RESIDUAL, lw=1.6, zorder=1)
+        page.line((mid, source), (rail, source), (rail, top), colour=RESIDUAL, width=1.6)
         if sources < 3:
-            arrow((mid, below), (mid, bottom))
+            page.arrow((mid, below), (mid, bottom))
         else:
-            arrow((mid, below), (mid, below + 0.2), head=False)
-            arrow((mid, bottom - 0.32), (mid, bottom))
-        dot(mid, source, RESIDUAL, 0.065)
+            page.line((mid, below), (mid, below + 0.2))
+            page.arrow((mid, bottom - 0.32), (mid, bottom))
+        page.dot(mid, source, RESIDUAL, 0.065)
         for i in range(6):
             colour, text = (FULL, "full attention") if i == 5 else (SLIDING, "sliding attention")
-            box(x, bottom + 0.26 * i, width, 0.225, text, colour, 0.5, size=9.3)
+            page.box(x, bottom + 0.26 * i, width, 0.225, text, colour, 0.5, size=9.3)
         y = bottom + 0.78
-        arrow((rail, y), (x + width, y), colour=RESIDUAL, width=1.4)
+        page.arrow((rail, y), (x + width, y), colour=RESIDUAL, width=1.4)
         for crossed in rails[:sources]:
-            dot(crossed, y, RESIDUAL)
+            page.dot(crossed, y, RESIDUAL)
         below = bottom + 1.535
-        label(x, bottom + 1.68, name, size=9.0, align="left")
+        page.label(x, bottom + 1.68, name, size=9.0, align="left")
     for i in range(3):
-        dot(mid, 5.94 + 0.1 * i, INK, 0.026)
-        dot(5.95, 6.14 + 0.1 * i, RESIDUAL, 0.026)
-    label(6.37, 4.6, "completed sums: a source each, read by all that follow", 9.0, RESIDUAL, rotation=90)
+        page.dot(mid, 5.94 + 0.1 * i, INK, 0.026)
+        page.dot(5.95, 6.14 + 0.1 * i, RESIDUAL, 0.026)
+    page.label(6.37, 4.6, "completed sums: a source each, read by all that follow", 9.0, RESIDUAL, rotation=90)
 
-    box(x, top, 6.25 - x, 0.38, "mix the sources over depth", RESIDUAL, 0.3)
-    arrow((mid, below), (mid, top))
-    box(x, 9.13, 6.25 - x, 0.38, "RMSNorm, unembedding, 30 tanh(z / 30)", size=9.6)
-    arrow((mid, top + 0.38), (mid, 9.13))
+    page.box(x, top, 6.25 - x, 0.38, "mix the sources over depth", RESIDUAL, 0.3)
+    page.arrow((mid, below), (mid, top))
+    page.box(x, 9.13, 6.25 - x, 0.38, "RMSNorm, unembedding, 30 tanh(z / 30)", size=9.6)
+    page.arrow((mid, top + 0.38), (mid, 9.13))
 
 
 def one_layer() -> None:
-    panel(6.8, 0.2, 4.05, 9.8, "Inside one layer", FULL)
+    page.panel(6.8, 0.2, 4.05, 9.8, "Inside one layer", FULL)
     stream, x, width = 7.08, 7.4, 3.25
     mid = x + width / 2
 
     def mixture(y: float, text: str, height: float) -> None:
-        box(x, y, width, height, text, RESIDUAL, 0.3, size=9.6)
-        arrow((stream, y + height / 2), (x, y + height / 2), colour=RESIDUAL)
-        dot(stream, y + height / 2, RESIDUAL)
+        page.box(x, y, width, height, text, RESIDUAL, 0.3, size=9.6)
+        page.arrow((stream, y + height / 2), (x, y + height / 2), colour=RESIDUAL)
+        page.dot(stream, y + height / 2, RESIDUAL)
 
     def join(y: float, start: float) -> None:
-        arrow((mid, start), (mid, y), (stream + 0.11, y))
-        plus(stream, y)
+        page.arrow((mid, start), (mid, y), (stream + 0.11, y))
+        page.plus(stream, y)
 
-    arrow((stream, 0.45), (stream, 9.85), width=2.2)
-    label(x, 0.62, "sources: the running and the completed sums", 9.3, RESIDUAL, align="left")
+    page.arrow((stream, 0.45), (stream, 9.85), width=2.2)
+    page.label(x, 0.62, "sources: the running and the completed sums", 9.3, RESIDUAL, align="left")
     mixture(0.85, "mix over depth: softmax of q·RMS(source)\nfull layers: one mixture each for q, k and v", 0.6)
-    arrow((mid, 1.45), (mid, 1.65))
-    box(x, 1.65, width, 0.34, "RMSNorm")
+    page.arrow((mid, 1.45), (mid, 1.65))
+    page.box(x, 1.65, width, 0.34, "RMSNorm")
 
     columns = {"q": 7.4, "r": 8.06, "k": 8.72, "v": 9.38, "gate,\nsink": 10.04}
     for name, left in columns.items():
-        arrow((left + 0.305, 1.99), (left + 0.305, 2.21))
-        box(left, 2.21, 0.61, 0.4, name, size=10 if len(name) == 1 else 8.4)
-        arrow((left + 0.305, 2.61), (left + 0.305, 2.83 if len(name) == 1 else 5.04))
-    box(7.4, 2.83, 1.27, 0.92, "scale, L2 clip;\nfull layers:\n× log(position)", size=9.3)
-    box(8.72, 2.83, 1.27, 0.44, "short conv; full\nlayers: dynamic", CONV, 0.35, size=9.0)
+        page.arrow((left + 0.305, 1.99), (left + 0.305, 2.21))
+        page.box(left, 2.21, 0.61, 0.4, name, size=10 if len(name) == 1 else 8.4)
+        page.arrow((left + 0.305, 2.61), (left + 0.305, 2.83 if len(name) == 1 else 5.04))
+    page.box(7.4, 2.83, 1.27, 0.92, "scale, L2 clip;\nfull layers:\nlog scaling", size=9.3)
+    page.box(8.72, 2.83, 1.27, 0.44, "short conv; full\nlayers: dynamic", CONV, 0.35, size=9.0)
     for name, left in {"L2 clip": 8.72, "RMS": 9.38}.items():
-        arrow((left + 0.305, 3.27), (left + 0.305, 3.45))
-        box(left, 3.45, 0.61, 0.3, name, size=9.2)
+        page.arrow((left + 0.305, 3.27), (left + 0.305, 3.45))
+        page.box(left, 3.45, 0.61, 0.3, name, size=9.2)
     for name in "qrkv":
-        arrow((columns[name] + 0.305, 3.75), (columns[name] + 0.305, 3.95))
+        page.arrow((columns[name] + 0.305, 3.75), (columns[name] + 0.305, 3.95))
     attention = "softmax(q·k + r·P[distance], sink)·v\nsliding: the last W keys; full: all"
-    box(x, 3.95, 2.59, 0.86, attention, FULL, 0.32, size=9.3)
-    arrow((10.345, 4.38), (x + 2.59, 4.38))  # the sink
-    arrow((x + 1.295, 4.81), (x + 1.295, 5.04))
-    box(x, 5.04, width, 0.34, "× sigmoid(gate), output projection", size=9.6)
-    arrow((mid, 5.38), (mid, 5.6))
-    box(x, 5.6, width, 0.34, "short conv", CONV, 0.35)
+    page.box(x, 3.95, 2.59, 0.86, attention, FULL, 0.32, size=9.3)
+    page.arrow((10.345, 4.38), (x + 2.59, 4.38))  # the sink
+    page.arrow((x + 1.295, 4.81), (x + 1.295, 5.04))
+    page.box(x, 5.04, width, 0.34, "× sigmoid(gate), output projection", size=9.6)
+    page.arrow((mid, 5.38), (mid, 5.6))
+    page.box(x, 5.6, width, 0.34, "short conv", CONV, 0.35)
     join(6.17, 5.94)
-    label(mid + 0.12, 6.17, "the first layer of a block\nstarts the sum anew", 8.6, RESIDUAL, align="left")
+    page.label(mid + 0.12, 6.17, "the first layer of a block\nstarts the sum anew", 8.6, RESIDUAL, align="left")
 
     mixture(6.42, "mix over depth", 0.36)
-    arrow((mid, 6.78), (mid, 6.98))
-    box(x, 6.98, width, 0.34, "RMSNorm")
-    arrow((mid, 7.32), (mid, 7.54))
-    box(x, 7.54, width, 0.34, "router: top k of sigmoid score + bias", EXPERTS, 0.22, size=9.6)
-    box(x, 8.1, width, 0.66, "", EXPERTS, 0.08)
+    page.arrow((mid, 6.78), (mid, 6.98))
+    page.box(x, 6.98, width, 0.34, "RMSNorm")
+    page.arrow((mid, 7.32), (mid, 7.54))
+    page.box(x, 7.54, width, 0.34, "router: top k of sigmoid score + bias", EXPERTS, 0.22, size=9.6)
+    page.box(x, 8.1, width, 0.66, "", EXPERTS, 0.08)
     for i in range(12):
         chosen = i in (1, 4, 9)
         left = x + 0.11 + 0.255 * i
-        box(left, 8.44, 0.2, 0.23, "", EXPERTS, 0.8 if chosen else 0.15)
+        page.box(left, 8.44, 0.2, 0.23, "", EXPERTS, 0.8 if chosen else 0.15)
         if chosen:
-            arrow((left + 0.1, 7.88), (left + 0.1, 8.1), colour=EXPERTS)
-    label(mid, 8.27, "k of E experts, soft-capped SwiGLU", size=9.3)
-    arrow((mid, 8.76), (mid, 8.97))
-    box(x, 8.97, width, 0.34, "short conv", CONV, 0.35)
+            page.arrow((left + 0.1, 7.88), (left + 0.1, 8.1), colour=EXPERTS)
+    page.label(mid, 8.27, "k of E experts, soft-capped SwiGLU", size=9.3)
+    page.arrow((mid, 8.76), (mid, 8.97))
+    page.box(x, 8.97, width, 0.34, "short conv", CONV, 0.35)
     join(9.5, 9.31)
 
 
-SMALL, NANO = InklingConfig.small(), InklingConfig.nano()
 image_encoder()
 sizes()
 whole_model()
 one_layer()
-folder = Path(__file__).parent
-figure.savefig(folder / "architecture.png", dpi=200)
-figure.savefig(folder / "architecture.svg", metadata={"Date": None})
+save(page.figure, __file__)

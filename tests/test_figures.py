@@ -1,0 +1,43 @@
+"""The drawings of figures/: every script runs, and leaves whole files, the same ones every time."""
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FIGURES = Path(__file__).parents[1] / "figures"
+SCRIPTS = sorted(script.stem for script in FIGURES.glob("make_*.py"))
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs the notebooks extra")
+
+
+def test_there_are_scripts():
+    assert {"make_architecture", "make_decoder_layer", "make_memory"} <= set(SCRIPTS)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_script_draws_both_files(script, tmp_path):
+    """In a copy of the folder: the committed figures stay as they are."""
+    for source in FIGURES.glob("*.py"):
+        shutil.copy(source, tmp_path)
+    # Warnings are errors: a missing glyph or a layout that gives up would be seen in the figure only.
+    command = [sys.executable, "-W", "error::UserWarning", f"{script}.py"]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True)
+
+    name = script.removeprefix("make_")
+    picture, drawing = tmp_path / f"{name}.png", (tmp_path / f"{name}.svg").read_text(encoding="utf-8")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert drawing.rstrip().endswith("</svg>")
+    assert "<text" not in drawing, "letters must be outlines: the reader's fonts are not ours"
+    assert "<dc:date>" not in drawing, "a second run would give another file"
+    written = {path.name for path in tmp_path.iterdir() if path.suffix != ".py"} - {"__pycache__"}
+    assert written == {picture.name, f"{name}.svg"}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_committed_figures_are_there(script):
+    for suffix in (".svg", ".png"):
+        assert (FIGURES / script.removeprefix("make_")).with_suffix(suffix).stat().st_size > 10_000
