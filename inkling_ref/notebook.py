@@ -14,6 +14,7 @@ A notebook is *normal* when a second run on another machine gives the same file,
 import argparse
 import ast
 import base64
+import copy
 import functools
 import html
 import inspect
@@ -24,7 +25,6 @@ import os
 import platform
 import re
 import sys
-import tempfile
 import textwrap
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -46,6 +46,7 @@ from .errors import InputError
 from .model import Inkling
 
 NANO = Path(__file__).parent / "data" / "nano"
+WIDGET = "application/vnd.jupyter.widget-view+json"  # dead in a saved notebook
 
 # One colour a concept, through all figures.
 COLOURS = {
@@ -225,9 +226,19 @@ def exercise(check: Callable[[Callable], None], candidate: Callable) -> None:
         print(f"{candidate.__name__}: passed")
 
 
+def read(path: Path) -> Any:
+    """The notebook in a file. Raises InputError if there is none."""
+    import nbformat  # here and below: a second that a running notebook need not wait for
+
+    try:
+        return nbformat.read(path, as_version=4)
+    except (OSError, ValueError, nbformat.ValidationError) as error:
+        raise InputError(f"{path}: expected a notebook: {str(error).splitlines()[0]}") from error
+
+
 def normalised(notebook: Any) -> Any:
     """A copy of an nbformat notebook in the normal form (module docstring)."""
-    notebook = notebook.copy()
+    notebook = copy.deepcopy(notebook)
     notebook.nbformat, notebook.nbformat_minor = 4, 5
     notebook.metadata = {
         "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
@@ -238,64 +249,52 @@ def normalised(notebook: Any) -> Any:
         cell.id, cell.metadata = f"cell-{place:02}", {}
         if cell.cell_type == "code":
             cell.execution_count = next(counts)
-            cell.outputs = [
-                o for o in cell.outputs if "application/vnd.jupyter.widget-view+json" not in o.get("data", {})
-            ]
+            cell.outputs = [output for output in cell.outputs if WIDGET not in output.get("data", {})]
             for output in cell.outputs:
                 if output.output_type == "execute_result":
                     output.execution_count = cell.execution_count
     return notebook
 
 
-def execute(path: Path) -> Any:
-    """The notebook, run from top to bottom in its own folder by a new kernel; a cell's error is raised."""
-    import nbclient
-    import nbformat
+def executed(path: Path) -> Any:
+    """The notebook after a run from top to bottom, in its own folder, by a new kernel.
 
-    notebook = nbformat.read(path, as_version=4)
+    Raises InputError if there is no notebook, or a cell fails.
+    """
+    import nbclient
+
     paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    client = nbclient.NotebookClient(
-        notebook,
-        kernel_name="python3",
-        timeout=300,
-        coalesce_streams=True,
-        resources={"metadata": {"path": str(path.parent)}},
-    )
-    return client.execute(env=environment)
+    client = nbclient.NotebookClient(read(path), kernel_name="python3", timeout=300, coalesce_streams=True)
+    try:
+        return client.execute(cwd=str(path.parent), env=environment)
+    except nbclient.exceptions.CellExecutionError as error:
+        raise InputError(f"{path}: a cell failed\n{error}") from error
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line above; returns the exit status: 1 where a file is not normal or a cell fails."""
-    import nbclient
+    """The command line above; returns the exit status: 1 where a file is not normal or cannot be run."""
     import nbformat
 
-    parser = argparse.ArgumentParser(
-        prog="python -m inkling_ref.notebook", description="Execute and normalise notebooks."
-    )
+    parser = argparse.ArgumentParser("python -m inkling_ref.notebook", description="Execute and normalise notebooks.")
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--check", action="store_true", help="only name the files that are not normal")
     options = parser.parse_args(arguments)
     failed = False
     for path in options.files:
-        if options.check:
-            text = path.read_text(encoding="utf-8")
-            if nbformat.writes(normalised(nbformat.reads(text, as_version=4))) + "\n" != text:
-                print(f"{path}: not normal; run `make notebooks`", file=sys.stderr)
-                failed = True
-            continue
         try:
-            notebook = execute(path)
-        except nbclient.exceptions.CellExecutionError as error:
-            print(f"{path}: {error}", file=sys.stderr)
+            if not options.check:
+                text = nbformat.writes(normalised(executed(path))) + "\n"
+                # The whole file or none: a reader never meets half a notebook.
+                temporary = path.with_suffix(".tmp")
+                temporary.write_text(text, encoding="utf-8")
+                os.replace(temporary, path)
+                print(path)
+            elif nbformat.writes(normalised(read(path))) + "\n" != path.read_text(encoding="utf-8"):
+                raise InputError(f"{path}: not in normal form; `make notebooks` executes and normalises")
+        except InputError as error:
+            print(error, file=sys.stderr)
             failed = True
-            continue
-        # The whole file or none: a reader never meets half a notebook.
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", encoding="utf-8", delete=False) as file:
-            file.write(nbformat.writes(normalised(notebook)) + "\n")
-        os.chmod(file.name, path.stat().st_mode)
-        os.replace(file.name, path)
-        print(path)
     return int(failed)
 
 
