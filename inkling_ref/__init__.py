@@ -66,6 +66,8 @@ _HOME = {
     "nvfp4_dequantize": "quantization",
     "mxfp8_quantize": "quantization",
     "mxfp8_dequantize": "quantization",
+    "Trace": "measure.trace",
+    "trace": "measure.trace",
 }
 
 __all__ = ["__version__", *_HOME]

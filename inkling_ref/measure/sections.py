@@ -14,9 +14,10 @@ what a query does not see is zero. Letters are the package's; in vision sections
 **Order of choices.** `chosen` lists the k expert ids of a token in ascending order, an order that every engine can
 produce; `weights`, `gate`, `up`, `activation` and `expert_out` follow it. The rank is in `biased`.
 
-Sections marked `on_request` are as large as T x S or k x I a token; a trace has them where they are asked for by name.
-Sections marked `derived` are not seen where they are computed, inside one operation, but formed again from the
-operation's recorded operands, by the functions of the component's module.
+Sections marked `on_request` are larger, S or k I or k D numbers a token, and cost another call of their operation; a
+trace has them where they are asked for by name. Sections marked `derived` cannot be seen where they are computed,
+inside one operation: a trace forms them again from what that operation was given, by the functions of the component's
+module.
 
 Equations are not repeated here: `equation` finds them in the docstring of the component's module, and `source` finds
 the line that computes a section, by inspection.
@@ -175,7 +176,7 @@ _LAYER = [
     Section(
         "residual.{i}.attn.mix", "mixtures of the normalised sources, before the attention's norms", "B T q D",
         (r"residual: \mathrm{mix} =",), "residual.mix: return scores.softmax",
-        (*_SOURCES, "residual.{i}.attn.weights"), derived=True,
+        (*_SOURCES, "residual.{i}.attn.weights"),
     ),
     *(
         Section(
@@ -196,9 +197,14 @@ _LAYER = [
         (_A + "input", _A + "input_q"),
     ),
     Section(
+        _A + "q_clipped", "queries after learned scale and clip (full layers)", "B T H d",
+        (r"attention: s_q \odot W_q", r"attention: \mathrm{clip}_c(u) ="), "attention.scaled_l2_clip: return rounded(",
+        (_A + "q_projected",), derived=True,
+    ),
+    Section(
         _A + "q", "queries: learned scale, then clip; full layers: then log scaling with the position", "B T H d",
         (r"attention: s_q \odot W_q", r"attention: \mathrm{clip}_c(u) =", r"attention: \tau(t)"),
-        "attention.Attention.forward: q = scaled_l2_clip(", (_A + "q_projected",),
+        "attention.Attention.forward: q = scaled_l2_clip(", (_A + "q_clipped",),
     ),
     Section(
         _A + "r_projected", "relative-state matrix", "B T H R",
@@ -206,9 +212,14 @@ _LAYER = [
         (_A + "input", _A + "input_q"),
     ),
     Section(
+        _A + "r_clipped", "relative states after learned scale and clip (full layers)", "B T H R",
+        (r"attention: s_q \odot W_q", r"attention: \mathrm{clip}_c(u) ="), "attention.scaled_l2_clip: return rounded(",
+        (_A + "r_projected",), derived=True,
+    ),
+    Section(
         _A + "r", "relative states: learned scale, then clip; full layers: then log scaling", "B T H R",
         (r"attention: s_q \odot W_q", r"attention: \mathrm{clip}_c(u) =", r"attention: \tau(t)"),
-        "attention.Attention.forward: r = scaled_l2_clip(", (_A + "r_projected",),
+        "attention.Attention.forward: r = scaled_l2_clip(", (_A + "r_clipped",),
     ),
     *(
         Section(
@@ -258,19 +269,14 @@ _LAYER = [
         on_request=True, derived=True,
     ),
     Section(
-        _A + "scores", "q k / sqrt(d) and the bias, at visible keys", "B T H S",
-        (r"attention: p = \mathrm{softmax}",), "attention.attend: scores = scores + relative_bias(",
-        (_A + "q", f"..{_A}k", _A + "bias", _A + "r"), on_request=True, derived=True,
-    ),
-    Section(
         _A + "probabilities", "softmax over keys and sink, the sink's share dropped", "B T H S",
         (r"attention: p = \mathrm{softmax}",), "attention.softmax_with_sink: return rounded(logits.softmax",
-        (_A + "scores", _A + "q", f"..{_A}k", _A + "r", _A + "sink"), kind="weights", on_request=True, derived=True,
+        (_A + "bias", _A + "q", f"..{_A}k", _A + "r", _A + "sink"), kind="weights", on_request=True,
     ),
     Section(
         _A + "context", "values summed with these probabilities, before the gate", "B T H d",
         (r"attention: \sigma(W_\gamma",), "attention.attend: outputs.append(",
-        (_A + "probabilities", f"..{_A}v", _A + "q", f"..{_A}k", _A + "r", _A + "sink"), on_request=True, derived=True,
+        (_A + "probabilities", f"..{_A}v", _A + "q", f"..{_A}k", _A + "r", _A + "sink"), on_request=True,
     ),
     Section(
         _A + "gated", "attention output through the sigmoid gate, before the output matrix", "B T H d",
@@ -299,11 +305,12 @@ _LAYER = [
     Section(
         "residual.{i}.mlp.mix", "mixture of the normalised sources, before the MoE's norm", "B T 1 D",
         (r"residual: \mathrm{mix} =",), "residual.mix: return scores.softmax",
-        (*_SOURCES, "layer.{i}.after_attention", "residual.{i}.mlp.weights"), derived=True,
+        (*_SOURCES, "layer.{i}.after_attention", "residual.{i}.mlp.weights"),
     ),
     Section(
         _M + "input", "mixture through its RMSNorm: what router and experts read", "B T D",
-        (r"residual: \mathrm{RMSNorm}_w(x) =",), "residual.mix_and_norm: rounded(rms_norm(", ("residual.{i}.mlp.mix",),
+        (r"residual: \mathrm{RMSNorm}_w(x) =",), "residual.mix_and_norm: rounded(rms_norm(",
+        ("residual.{i}.mlp.mix",),
     ),
     Section(
         _M + "scores", "sigmoid scores of all experts, without the correction bias", "B T E",
@@ -332,14 +339,14 @@ _LAYER = [
         for name in ("gate", "up")
     ),
     Section(
-        _M + "activation", "soft-capped SwiGLU", "B T k I",
+        _M + "activation", "soft-capped SwiGLU, as the second product reads it", "B T k I",
         (r"moe: (g, u) =", r"moe: \mathrm{cap}_c(x)"), "moe.softcapped_swiglu: return rounded(softcap(g",
-        (_M + "gate", _M + "up"), on_request=True, derived=True,
+        (_M + "gate", _M + "up"), on_request=True,
     ),
     Section(
         _M + "expert_out", "each chosen expert's output, before its weight", "B T k D",
         (r"moe: (g, u) =",), "moe.experts: y = torch.cat([F.linear(xs, w2",
-        (_M + "activation", _M + "chosen", _M + "input"), on_request=True, derived=True,
+        (_M + "activation", _M + "chosen", _M + "input"), on_request=True,
     ),
     Section(
         _M + "out", "weighted sum of the chosen experts", "B T D",
@@ -365,16 +372,21 @@ _OUTPUT = [
     Section(
         "output.mix", "mixture of the normalised sources, before the last norm", "B T 1 D",
         (r"residual: \mathrm{mix} =",), "residual.mix: return scores.softmax",
-        ("embedding.out", "layer.{*}.out", "output.weights"), derived=True,
+        ("embedding.out", "layer.{*}.out", "output.weights"),
     ),
     Section(
         "output.hidden", "mixture through the last RMSNorm: what the unembedding reads", "B T D",
         (r"model: \mathrm{logits} =",), "residual.mix_and_norm: rounded(rms_norm(", ("output.mix",),
     ),
     Section(
+        "output.uncapped", "logits before their soft cap", "B T V",
+        (r"model: \mathrm{logits} =",), "model.TextModel.logits: return softcap(", ("output.hidden",),
+        on_request=True, derived=True,
+    ),
+    Section(
         "logits", "soft-capped logits of the used vocabulary", "B T V",
         (r"model: \mathrm{logits} =", r"moe: \mathrm{cap}_c(x)"), "model.TextModel.logits: return softcap(",
-        ("output.hidden",),
+        ("output.uncapped",),
     ),
 ]  # fmt: skip
 

@@ -1,0 +1,545 @@
+"""Tracing: run a model and keep what every section computed, under the names of `sections`, in one safetensors file.
+
+    recorded = ir.trace(model, [[5, 3, 8]], decode=2)
+    recorded.tensors["layer.3.attention.q"]      # of the prompt's pass
+    recorded.tensors["step.1.moe.0.chosen"]      # of the first decoding step
+    recorded.save("trace.safetensors")
+
+The model needs no help for it. Its operations belong to a `Backend` that its modules hold, and a trace puts another one
+there for as long as it runs: one that calls the same operations and keeps what went in and came out. Module hooks see
+the rest. So a trace shows what ran, whichever backend, and with whatever somebody changed in the model.
+
+What an operation keeps to itself is asked from the same operation by other operands, where that is possible: attention
+over unit vectors as values returns its probabilities, experts with the unit matrix as W_2 return their activations. The
+sections marked `derived` are those that could not be had in this way.
+
+Pictures run one by one, whatever their sizes; text rows run without the caller's padding, which comes back as zeros at
+the end.
+"""
+
+import fnmatch
+import inspect
+import json
+import os
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .. import __version__, attention, residual, vision
+from ..backends import Backend
+from ..errors import InputError
+from ..generation import _read_rows
+from ..moe import ExpertMatrix
+from ..tensor_files import CheckpointReader, Layout, Part, write_file
+from .sections import SECTIONS, name_of
+
+KEY = "inkling_trace"  # of the manifest in a file's metadata
+VERSION = 1
+
+
+@dataclass
+class Trace:
+    """Recorded tensors by name, and the manifest: what ran, on which input.
+
+    manifest: version, implementation, versions, config, dtype, backend, prompt (ids of every row, without padding),
+    decoded (the ids that the decoding steps read, a row each), positions (of the prompt, that were kept; null = all),
+    images (the grids), tolerance and note where the maker stated them.
+    """
+
+    tensors: dict[str, Tensor]
+    manifest: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def save(self, path: str | Path) -> None:
+        """Write one file; it is there when it is whole. Raises OSError."""
+        path = Path(path)
+        parts = [
+            Part({name: Layout(t.dtype, tuple(t.shape))}, lambda name=name, t=t: {name: t})
+            for name, t in self.tensors.items()
+        ]
+        partial_path = path.with_name(f".{path.name}.partial-{os.getpid()}")
+        try:
+            for _ in write_file(partial_path, parts, {KEY: json.dumps(self.manifest)}):
+                pass
+            os.replace(partial_path, path)
+        finally:
+            partial_path.unlink(missing_ok=True)
+
+    @classmethod
+    def read(cls, path: str | Path) -> "Trace":
+        """The whole trace in memory. Raises InputError for a file that is none."""
+        path = Path(path)
+        manifest = read_manifest(path)
+        with CheckpointReader(path.parent, file=path.name) as reader:
+            return cls({name: reader.read(name) for name in reader.names}, manifest)
+
+
+def read_manifest(path: str | Path) -> dict[str, Any]:
+    """The manifest of a trace's file; {} if the file is one of tensors without a manifest.
+
+    Raises:
+        InputError: no such file, no safetensors file, or a manifest of another version.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise InputError(f"{path}: not found, expected a trace")
+    with CheckpointReader(path.parent, file=path.name), path.open("rb") as file:  # the reader checks the header
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    manifest = json.loads(header.get("__metadata__", {}).get(KEY, "{}"))
+    if manifest and manifest.get("version") != VERSION:
+        raise InputError(f"{path}: trace of version {manifest.get('version')!r}, expected {VERSION}")
+    return manifest
+
+
+# --- What to keep --------------------------------------------------------------------------------------------------
+
+
+def chooser(sections: Sequence[str] | None = None, layers: Sequence[int] | None = None) -> Callable[[str], bool]:
+    """Whether a bare name (without its step) is wanted.
+
+    Args:
+        sections: names or patterns as `layer.*.attention.q`, of which the beginning may be left out: `attention.q`,
+            `probabilities`. None: all but those on request. A leading + adds to these: `+probabilities`. `all` is all.
+        layers: of the text model; None: all.
+
+    Raises:
+        InputError: for a pattern that no section has.
+    """
+    patterns = list(sections or [])
+    names = {s.name: s for s in SECTIONS}
+
+    def fits(name: str, pattern: str) -> bool:
+        pattern = pattern.removeprefix("+")
+        return pattern == "all" or fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"*.{pattern}")
+
+    for pattern in patterns:
+        # A pattern may name a layer: try it on every number that stands in it.
+        numbers = [part for part in pattern.split(".") if part.isdecimal()] or ["0"]
+        if not any(fits(name.replace("{i}", n), pattern) for name in names for n in numbers):
+            raise InputError(f"sections: {pattern!r} fits no section, expected names like layer.*.attention.q")
+    only = [p for p in patterns if not p.startswith("+")]
+    added = [p for p in patterns if p.startswith("+")]
+    numbers = None if layers is None else set(layers)
+
+    def wanted(name: str) -> bool:
+        first, _, rest = name.partition(".")
+        layer = int(rest.split(".")[0]) if first in ("layer", "residual", "moe") else None
+        if layer is not None and numbers is not None and layer not in numbers:
+            return False
+        pattern = name if layer is None and first != "vision" else _pattern(name)
+        usual = not only and not names[pattern].on_request
+        return usual or any(fits(name, p) for p in only + added)
+
+    return wanted
+
+
+def _pattern(name: str) -> str:
+    parts = name.split(".")
+    return ".".join(["{i}" if n == 1 and part.isdecimal() else part for n, part in enumerate(parts)])
+
+
+class Recording:
+    """Takes in one pass's sections: those that are wanted, at the wanted positions, padding as zeros, on the CPU.
+
+    An adapter for another implementation uses it as `trace` does: `begin` a pass, then `put` or `put_picture`.
+    """
+
+    def __init__(self, wanted: Callable[[str], bool], positions: Sequence[int] | None = None) -> None:
+        self.wanted, self.positions = wanted, positions
+        self.tensors: dict[str, Tensor] = {}
+        self.pictures: dict[str, list[Tensor]] = {}
+
+    def begin(self, step: int, lengths: list[int], counts: list[int]) -> None:
+        """A pass: its step, and for every row the tokens before it and in it."""
+        self.step, self.lengths, self.counts = step, lengths, counts
+
+    def put(self, name: str, value: Tensor | Callable[[], Tensor]) -> None:
+        """A text section [B, T, ...], or a function that makes it if it is wanted."""
+        if not self.wanted(name):
+            return
+        value = value() if callable(value) else value
+        kept = value.detach().clone(memory_format=torch.contiguous_format)
+        for row, count in enumerate(self.counts):
+            kept[row, count:] = 0
+        if self.step == 0 and self.positions is not None:
+            kept = kept[:, self.positions]
+        self.tensors[name_of(name, step=self.step)] = kept.cpu()
+
+    def put_picture(self, name: str, value: Tensor | Callable[[], Tensor]) -> None:
+        """A vision section of one picture; pictures come in order."""
+        if self.wanted(name):
+            value = value() if callable(value) else value
+            self.pictures.setdefault(name, []).append(value.detach().cpu().clone())
+
+    def finish(self) -> dict[str, Tensor]:
+        return {name: torch.cat(parts) for name, parts in self.pictures.items()} | self.tensors
+
+
+# --- Where the model shows it --------------------------------------------------------------------------------------
+
+
+def recording_backend(ops: Backend, **watch: Callable[[dict[str, Any], Any], None]) -> Backend:
+    """`ops` with operations that tell `watch[name](arguments by name, result)` of every call."""
+    reference = Backend()
+
+    def recorded(name: str, see: Callable) -> Callable:
+        signature, operation = inspect.signature(getattr(reference, name)), getattr(ops, name)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            result = operation(*args, **kwargs)
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            see(bound.arguments, result)
+            return result
+
+        return run
+
+    return replace(ops, **{name: recorded(name, see) for name, see in watch.items()})
+
+
+@contextmanager
+def watched(model: Any, recording: Recording) -> Iterator[None]:
+    """Within, `recording` sees what `model` computes."""
+    with ExitStack() as stack:
+
+        def after(module: nn.Module, see: Callable[[Any], None]) -> None:
+            stack.callback(module.register_forward_hook(lambda _, args, result: see(result)).remove)
+
+        def before(module: nn.Module, see: Callable[..., None]) -> None:
+            stack.callback(module.register_forward_pre_hook(lambda _, args: see(*args)).remove)
+
+        def operations(module: Any, **watch: Callable) -> None:
+            stack.callback(setattr, module, "ops", module.ops)
+            module.ops = recording_backend(module.ops, **watch)
+
+        put, llm = recording.put, model.llm
+        used = model.config.text.unpadded_vocab_size
+
+        def see_output(arguments: dict[str, Any], result: list[Tensor]) -> None:
+            _see_mixtures(recording, model.backend, "output", ["output.hidden"], arguments, result)
+            put("output.uncapped", lambda: residual.wide(F.linear(result[0], llm.unembed.weight[:used])))
+
+        after(llm.embed, partial(put, "embedding.rows"))
+        before(llm, lambda e, *_: put("embedding.out", e))
+        for i, layer in enumerate(llm.layers):
+            _watch_layer(i, layer, recording, after, operations)
+        operations(llm, mix_and_norm=see_output)
+        if model.visual is not None:
+            _watch_pictures(model.visual, recording.put_picture, after, before)
+        yield
+
+
+def _watch_layer(i: int, layer: Any, recording: Recording, after: Callable, operations: Callable) -> None:
+    put, ops, attn, sizes = recording.put, layer.ops, layer.attn, layer.attn.sizes
+    name = f"layer.{i}.attention."
+    H, G = sizes.num_heads, sizes.num_key_value_heads
+
+    def see_mixtures(arguments: dict[str, Any], result: list[Tensor]) -> None:
+        if arguments["norm_weights"][0] is layer.mlp_norm.weight:
+            put(f"layer.{i}.after_attention", arguments["sources"][:, :, -1])
+            outputs, stem = [f"moe.{i}.input"], f"residual.{i}.mlp"
+        else:
+            outputs = [name + "input"] if layer.is_sliding else [f"{name}input_{x}" for x in "qkv"]
+            stem = f"residual.{i}.attn"
+        _see_mixtures(recording, ops, stem, outputs, arguments, result)
+
+    def see_convolution(arguments: dict[str, Any], result: Tensor) -> None:
+        for x, part in zip("kv", result.unflatten(-1, (2, G, -1)).unbind(2), strict=True):
+            put(f"{name}{x}_conv", part)
+        if "dynamic_taps" in arguments:
+            for x, part in zip("kv", arguments["dynamic_taps"].unflatten(2, (2, G)).unbind(2), strict=True):
+                put(f"{name}{x}_taps", part)
+
+    operations(layer, mix_and_norm=see_mixtures)
+    clips = {"q": (attn.q_l2_clip, attn.qk_threshold), "r": (attn.rel_l2_clip, attn.r_threshold)}
+
+    def see_projected(y: Tensor, x: str, heads: int) -> None:
+        y = y.unflatten(-1, (heads, -1))
+        put(f"{name}{x}_projected", y)
+        if x in clips and not layer.is_sliding:  # in sliding layers the clipped states are q and r themselves
+            learned, threshold = clips[x]
+            put(f"{name}{x}_clipped", lambda: attention.scaled_l2_clip(y, learned.scale, threshold))
+
+    for x, linear, heads in [("q", attn.wq_du, H), ("r", attn.wr_du, H), ("k", attn.wk_dv, G), ("v", attn.wv_dv, G)]:
+        after(linear, partial(see_projected, x=x, heads=heads))
+    attend = partial(_see_attention, recording, attn.ops, name)
+    operations(attn, short_conv=see_convolution, dynamic_short_conv=see_convolution, attend=attend)
+    after(attn, partial(put, name + "out"))
+    operations(layer.attn_sconv, short_conv=lambda _, y: put(f"layer.{i}.conv_attn", y))
+    _watch_experts(f"moe.{i}.", layer.mlp, recording, operations)
+    after(layer.mlp, partial(put, f"moe.{i}.out"))
+    operations(layer.mlp_sconv, short_conv=lambda _, y: put(f"layer.{i}.conv_mlp", y))
+    after(layer, lambda depth: put(f"layer.{i}.out", depth.partial))
+
+
+def mixture_weights(sources: Float[Tensor, "B T n D"], queries: Float[Tensor, "q D"]) -> Float[Tensor, "B T q n"]:
+    """The softmax over sources that `residual.mix` forms."""
+    scores = residual.rms(sources, residual.SOURCE_EPS) @ (residual.wide(queries) / queries.shape[-1] ** 0.5).T
+    return scores.softmax(dim=-2).transpose(-1, -2)
+
+
+def mixtures(ops: Backend, sources: Float[Tensor, "B T n D"], queries: Float[Tensor, "q D"]) -> Tensor:
+    """The mixtures [B, T, q, D] that the operation norms: with an epsilon that drowns them, its norm only divides."""
+    norm = [queries.new_full(queries.shape[-1:], 1e6, dtype=sources.dtype)] * len(queries)
+    return torch.stack(ops.mix_and_norm(sources, queries, norm, 1e12, sources.dtype), dim=2)
+
+
+def _see_mixtures(
+    recording: Recording, ops: Backend, stem: str, outputs: list[str], arguments: dict[str, Any], result: list[Tensor]
+) -> None:
+    sources, queries = arguments["sources"], arguments["queries"]
+    if queries is not None:
+        queries = queries.view(-1, queries.shape[-1])
+        recording.put(f"{stem}.weights", lambda: mixture_weights(sources, queries))
+        recording.put(f"{stem}.mix", lambda: mixtures(ops, sources, queries))
+    for output, x in zip(outputs, result, strict=True):
+        recording.put(output, x)
+
+
+def _see_attention(
+    recording: Recording, ops: Backend, name: str, arguments: dict[str, Any], result: Float[Tensor, "B T C"]
+) -> None:
+    put, (B, T, H, d) = recording.put, arguments["q"].shape
+    lengths, offsets = recording.lengths, arguments["offsets"]
+    S = max(lengths) + T
+    put(name + "q", arguments["q"])
+    put(name + "r", arguments["r"])
+    for x in "kv":
+        new = [slots[:, start : start + T] for slots, start in zip(arguments[x], offsets, strict=True)]
+        put(name + x, torch.stack(new).transpose(1, 2))
+    put(name + "sink", arguments["sink"])
+    put(name + "gate", arguments["gate"].unflatten(-1, (H, d)))
+
+    def bias() -> Float[Tensor, "B T H S"]:
+        device = arguments["q"].device
+        first = torch.tensor(lengths, device=device)[:, None, None]
+        distance = attention.distances(first, range(T), range(S), device)
+        return attention.relative_bias(arguments["r"].transpose(1, 2), arguments["profiles"], distance).transpose(1, 2)
+
+    def ungated(v: Tensor) -> Float[Tensor, "B T H d"]:
+        gate = torch.full_like(arguments["gate"], torch.inf)
+        return ops.attend(**{**arguments, "v": v, "gate": gate}).unflatten(-1, (H, d))
+
+    def probabilities() -> Float[Tensor, "B T H S"]:
+        slots = arguments["k"].shape[2]
+        chunks = []
+        for start in range(0, slots, d):  # a value has d entries: d slots at a time
+            v = torch.zeros_like(arguments["v"])
+            part = torch.arange(start, min(start + d, slots), device=v.device)
+            v[:, :, part, part - start] = 1
+            chunks.append(ungated(v)[..., : len(part)])
+        by_slot = torch.cat(chunks, dim=-1)
+        by_position = by_slot.new_zeros(B, T, H, S)
+        for row, shift in enumerate(n - o for n, o in zip(lengths, offsets, strict=True)):
+            seen = by_slot[row, ..., max(0, -shift) : offsets[row] + T]
+            by_position[row, ..., lengths[row] + T - seen.shape[-1] : lengths[row] + T] = seen
+        return by_position
+
+    put(name + "bias", bias)
+    put(name + "probabilities", probabilities)
+    put(name + "context", lambda: ungated(arguments["v"]))
+    put(name + "gated", result.unflatten(-1, (H, d)))
+
+
+def first_product(
+    h: Float[Tensor, "N D"], ids: Int[Tensor, "N k"], w13: ExpertMatrix, quantize: Callable | None = None
+) -> Float[Tensor, "N k rows"]:
+    """W_13 h of every chosen expert, rows as they are stored: gate and up in turn."""
+    x = h if quantize is None else quantize(h)
+    products: dict[int, Tensor] = {e: F.linear(x, w13.dense(e, h.dtype)) for e in ids.unique().tolist()}
+    return torch.stack([torch.stack([products[e][n] for e in row]) for n, row in enumerate(ids.tolist())])
+
+
+def _watch_experts(name: str, mlp: Any, recording: Recording, operations: Callable) -> None:
+    put, ops = recording.put, mlp.experts.ops
+    places: list[Tensor] = []  # of the router's choices, once they are put in ascending order
+
+    def by_token(x: Tensor) -> Tensor:
+        return x.view(len(recording.counts), -1, *x.shape[1:])
+
+    def see_route(arguments: dict[str, Any], result: tuple[Tensor, Tensor]) -> None:
+        h, weight, bias = (arguments[key] for key in ("h", "weight", "bias"))
+        scores = F.linear(residual.wide(h), residual.wide(weight)).sigmoid()
+        weights, ids = result
+        ids, order = ids.sort(dim=-1)
+        places[:] = [order]
+        put(name + "scores", by_token(scores))
+        put(name + "biased", by_token(scores + residual.wide(bias)))
+        put(name + "chosen", by_token(ids))
+        put(name + "weights", by_token(weights.gather(-1, order)))
+
+    def see_experts(arguments: dict[str, Any], _: Tensor) -> None:
+        h, w13, quantize = arguments["h"], arguments["w13"], arguments["quantize"]
+        ids = arguments["ids"].gather(-1, places[0])
+        E, rows, _ = w13.weight.shape
+
+        def one_by_one(w2: ExpertMatrix) -> Float[Tensor, "B T k rows"]:
+            alone = torch.ones_like(arguments["weights"][:, :1])
+            outputs = [
+                ops.experts(**{**arguments, "weights": alone, "ids": ids[:, j : j + 1], "w2": w2})
+                for j in range(ids.shape[1])
+            ]
+            return by_token(torch.stack(outputs, dim=1))
+
+        def unit() -> ExpertMatrix:
+            return ExpertMatrix(torch.eye(rows // 2, dtype=h.dtype, device=h.device).expand(E, -1, -1))
+
+        for offset, x in enumerate(("gate", "up")):
+            put(name + x, lambda offset=offset: by_token(first_product(h, ids, w13, quantize)[..., offset::2]))
+        put(name + "activation", lambda: one_by_one(unit()))
+        put(name + "expert_out", lambda: one_by_one(arguments["w2"]))
+
+    operations(mlp.gate, route=see_route)
+    operations(mlp.experts, experts=see_experts)
+
+
+def _watch_pictures(visual: Any, put: Callable, after: Callable, before: Callable) -> None:
+    backbone = visual.backbone
+
+    def whole(name: str) -> Callable[[Tensor], None]:
+        return lambda y: put(name, y[0])  # one picture at a time
+
+    after(backbone.embeddings.patch_embedding, whole("vision.patches"))
+    after(backbone.embeddings, whole("vision.embedding"))
+    after(backbone.ln_pre, whole("vision.norm"))
+    for i, block in enumerate(backbone.layers):
+        name, attn = f"vision.{i}.", block.self_attn
+        turn: dict[str, Tensor] = {}
+
+        def see_angles(x: Tensor, cos: Tensor, sin: Tensor, *_: Any, turn: dict = turn) -> None:
+            turn.update(cos=cos, sin=sin)
+
+        def see_rotated(
+            y: Tensor, x: str, name: str = name, d: int = attn.head_dim, turn: dict = turn
+        ) -> None:  # [1, tokens, D] to [tokens, H, d]
+            heads = y.unflatten(-1, (-1, d)).transpose(1, 2)
+            put(f"{name}attention.{x}", lambda: vision.rotate(heads, **turn)[0].transpose(0, 1))
+
+        after(block.ln_1, whole(name + "attention.input"))
+        before(attn, see_angles)
+        after(attn.q_proj, partial(see_rotated, x="q"))
+        after(attn.k_proj, partial(see_rotated, x="k"))
+        after(attn.v_proj, lambda y, name=name, d=attn.head_dim: put(name + "attention.v", y[0].unflatten(-1, (-1, d))))
+        before(attn.out_proj, whole(name + "attention.heads"))
+        after(attn, whole(name + "attention.out"))
+        after(block.ls_1, whole(name + "after_attention"))
+        after(block.ln_2, whole(name + "mlp.input"))
+        before(block.mlp.c_proj, whole(name + "mlp.hidden"))
+        after(block.mlp, whole(name + "mlp.out"))
+        after(block.ls_2, whole(name + "out"))
+    before(visual.proj_in, whole("vision.merged"))
+    before(visual.proj_out, whole("vision.hidden"))
+    after(visual, lambda y: put("vision.features", y))
+
+
+# --- Running it ----------------------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def trace(
+    model: Any,
+    input_ids: Any,
+    pixel_values: Float[Tensor, "tiles p p 3"] | None = None,
+    image_grid_thw: Int[Tensor, "images 3"] | None = None,
+    attention_mask: Any = None,
+    decode: int | Any = 0,
+    layers: Sequence[int] | None = None,
+    sections: Sequence[str] | None = None,
+    positions: Sequence[int] | None = None,
+) -> Trace:
+    """One pass over prompts, then decoding steps through a cache, with everything that `sections` names.
+
+    Args:
+        model: an `Inkling`.
+        input_ids: integers [B, T] or [T], or a list of rows, which may differ in length.
+        pixel_values, image_grid_thw: of `process_images`; attention_mask: as `generate` takes it.
+        decode: how many further tokens to read, each the likeliest; or these tokens, [B, n] or [n]. To compare two
+            implementations give both the same.
+        layers, sections: see `chooser`.
+        positions: tokens of the prompt to keep, by position, negative from the longest row's end; None keeps all.
+            Decoding steps and pictures are kept whole.
+
+    A token of Small is about 0.4 MB a layer in float32, without sections on request, and its logits 0.8 MB.
+
+    Raises:
+        InputError: an argument that cannot be used.
+    """
+    rows = _read_rows(input_ids, attention_mask, model.config.text.unpadded_vocab_size)
+    counts, T = [len(row) for row in rows], max(map(len, rows))
+    forced = None if isinstance(decode, int) else _read_rows(decode, None, model.config.text.unpadded_vocab_size)
+    if forced is not None and (len(forced) != len(rows) or len({len(row) for row in forced}) != 1):
+        raise InputError(f"decode: rows of {[*map(len, forced)]} tokens, expected equally many for each of {len(rows)}")
+    steps = decode if forced is None else len(forced[0])
+    if steps < 0 or T + steps > model.config.text.max_position_embeddings:
+        longest = model.config.text.max_position_embeddings
+        raise InputError(f"decode: {steps} tokens after {T}, expected at least 0 and at most {longest} together")
+    if positions is not None:
+        if not all(-T <= p < T for p in positions) or not positions:
+            raise InputError(f"positions: {list(positions)}, expected some of {-T} to {T - 1}")
+        positions = sorted({p % T for p in positions})
+    L = model.config.text.num_hidden_layers
+    if layers is not None and not all(0 <= i < L for i in layers):
+        raise InputError(f"layers: {list(layers)}, expected numbers from 0 to {L - 1}")
+
+    recording = Recording(chooser(sections, layers), positions)
+    ids = torch.tensor([row + [0] * (T - len(row)) for row in rows], device=model.device)
+    mask = torch.arange(T, device=model.device) < torch.tensor(counts, device=model.device)[:, None]
+    decoded: list[list[int]] = [[] for _ in rows]
+    with watched(model, recording):
+        features = None
+        if pixel_values is not None:
+            features = _features(model, pixel_values, image_grid_thw, recording)
+        cache = model.new_cache(len(rows), rollback=0) if steps else None
+        recording.begin(0, [0] * len(rows), counts)
+        logits = model(ids, cache=cache, attention_mask=None if mask.all() else mask, image_features=features).logits
+        recording.put("logits", logits)
+        last = torch.stack([row[n - 1] for row, n in zip(logits, counts, strict=True)])
+        for step in range(1, steps + 1):
+            new = last.argmax(dim=-1).tolist() if forced is None else [row[step - 1] for row in forced]
+            for row, token in zip(decoded, new, strict=True):
+                row.append(token)
+            recording.begin(step, list(cache.lengths), [1] * len(rows))
+            logits = model(torch.tensor(new, device=model.device)[:, None], cache=cache).logits
+            recording.put("logits", logits)
+            last = logits[:, -1]
+
+    manifest = {
+        "version": VERSION,
+        "implementation": "inkling_ref",
+        "versions": {"inkling_ref": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "config": model.config.to_dict(),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": model.device.type,
+        "backend": model.kernel_report(),
+        "prompt": rows,
+        "decoded": decoded,
+        "positions": positions,
+        "images": [] if image_grid_thw is None else image_grid_thw.tolist(),
+    }
+    return Trace(recording.finish(), manifest)
+
+
+def _features(model: Any, pixel_values: Tensor, image_grid_thw: Tensor | None, recording: Recording) -> Tensor:
+    """Features of all pictures, each by a call of its own."""
+    if image_grid_thw is None:
+        raise InputError("image_grid_thw: missing, expected both as process_images returns them")
+    sizes = image_grid_thw.prod(dim=1).tolist()
+    if sum(sizes) != len(pixel_values):
+        raise InputError(f"image_grid_thw: {sum(sizes)} tiles, but pixel_values holds {len(pixel_values)}")
+    features = []
+    for tiles, grid in zip(pixel_values.to(model.device).split(sizes), image_grid_thw, strict=True):
+        recording.put_picture("vision.pixels", tiles)
+        features.append(model.image_features(tiles, grid[None].to(model.device)))
+    return torch.cat(features)
