@@ -221,7 +221,7 @@ def exercise(check: Callable[[Callable], None], candidate: Callable) -> None:
     except NotImplementedError:
         print(f"{candidate.__name__}: not tried yet")
     except AssertionError as error:
-        print(f"{candidate.__name__}: not yet. {error or traceback.extract_tb(error.__traceback__)[-1].line}")
+        print(f"{candidate.__name__}: not yet. {str(error) or traceback.extract_tb(error.__traceback__)[-1].line}")
     else:
         print(f"{candidate.__name__}: passed")
 
