@@ -225,11 +225,10 @@ def watched(model: Any, recording: Recording) -> Iterator[None]:
             module.ops = recording_backend(module.ops, **watch)
 
         put, llm = recording.put, model.llm
-        used = model.config.text.unpadded_vocab_size
 
-        def see_output(arguments: dict[str, Any], result: list[Tensor]) -> None:
-            _see_mixtures(recording, model.backend, "output", ["output.hidden"], arguments, result)
-            put("output.uncapped", lambda: residual.wide(F.linear(result[0], llm.unembed.weight[:used])))
+        def see_output(arguments: dict[str, Any], result: list[Tensor], ops: Backend = llm.ops) -> None:
+            _see_mixtures(recording, ops, "output", ["output.hidden"], arguments, result)
+            put("output.uncapped", lambda: uncapped_logits(llm, result[0]))
 
         after(llm.embed, partial(put, "embedding.rows"))
         before(llm, lambda e, *_: put("embedding.out", e))
@@ -308,98 +307,118 @@ def _see_mixtures(
         recording.put(output, x)
 
 
+def bias_by_position(attend: dict[str, Any], lengths: list[int]) -> Float[Tensor, "B T H S"]:
+    """Relative bias of every key by its position, for the operands of `attend`; lengths: positions before each row."""
+    r, T = attend["r"].transpose(1, 2), attend["r"].shape[1]
+    first = torch.tensor(lengths, device=r.device)[:, None, None]
+    distance = attention.distances(first, range(T), range(max(lengths) + T), r.device)
+    return attention.relative_bias(r, attend["profiles"], distance).transpose(1, 2)
+
+
+def context(ops: Backend, attend: dict[str, Any], v: Tensor | None = None) -> Float[Tensor, "B T H d"]:
+    """The weighted sum of the values (or of `v`) before the gate: the operation's result with an open gate."""
+    open_gate = torch.full_like(attend["gate"], torch.inf)
+    result = ops.attend(**{**attend, "v": attend["v"] if v is None else v, "gate": open_gate})
+    return result.unflatten(-1, attend["q"].shape[2:])
+
+
+def probabilities(ops: Backend, attend: dict[str, Any], lengths: list[int]) -> Float[Tensor, "B T H S"]:
+    """Probabilities of every key by its position: what the operation makes of unit vectors as values."""
+    (B, T, H, d), slots = attend["q"].shape, attend["k"].shape[2]
+    chunks = []
+    for start in range(0, slots, d):  # a value has d entries: d slots at a time
+        part = torch.arange(start, min(start + d, slots), device=attend["v"].device)
+        v = torch.zeros_like(attend["v"])
+        v[:, :, part, part - start] = 1
+        chunks.append(context(ops, attend, v)[..., : len(part)])
+    by_slot = torch.cat(chunks, dim=-1)
+    by_position = by_slot.new_zeros(B, T, H, max(lengths) + T)
+    for row, (length, offset) in enumerate(zip(lengths, attend["offsets"], strict=True)):
+        seen = by_slot[row, ..., max(0, offset - length) : offset + T]  # slots before position 0 are empty
+        by_position[row, ..., length + T - seen.shape[-1] : length + T] = seen
+    return by_position
+
+
 def _see_attention(
     recording: Recording, ops: Backend, name: str, arguments: dict[str, Any], result: Float[Tensor, "B T C"]
 ) -> None:
-    put, (B, T, H, d) = recording.put, arguments["q"].shape
-    lengths, offsets = recording.lengths, arguments["offsets"]
-    S = max(lengths) + T
+    put, lengths, (_, T, H, d) = recording.put, recording.lengths, arguments["q"].shape
     put(name + "q", arguments["q"])
     put(name + "r", arguments["r"])
     for x in "kv":
-        new = [slots[:, start : start + T] for slots, start in zip(arguments[x], offsets, strict=True)]
+        new = [slots[:, start : start + T] for slots, start in zip(arguments[x], arguments["offsets"], strict=True)]
         put(name + x, torch.stack(new).transpose(1, 2))
     put(name + "sink", arguments["sink"])
     put(name + "gate", arguments["gate"].unflatten(-1, (H, d)))
 
-    def bias() -> Float[Tensor, "B T H S"]:
-        device = arguments["q"].device
-        first = torch.tensor(lengths, device=device)[:, None, None]
-        distance = attention.distances(first, range(T), range(S), device)
-        return attention.relative_bias(arguments["r"].transpose(1, 2), arguments["profiles"], distance).transpose(1, 2)
-
-    def ungated(v: Tensor) -> Float[Tensor, "B T H d"]:
-        gate = torch.full_like(arguments["gate"], torch.inf)
-        return ops.attend(**{**arguments, "v": v, "gate": gate}).unflatten(-1, (H, d))
-
-    def probabilities() -> Float[Tensor, "B T H S"]:
-        slots = arguments["k"].shape[2]
-        chunks = []
-        for start in range(0, slots, d):  # a value has d entries: d slots at a time
-            v = torch.zeros_like(arguments["v"])
-            part = torch.arange(start, min(start + d, slots), device=v.device)
-            v[:, :, part, part - start] = 1
-            chunks.append(ungated(v)[..., : len(part)])
-        by_slot = torch.cat(chunks, dim=-1)
-        by_position = by_slot.new_zeros(B, T, H, S)
-        for row, shift in enumerate(n - o for n, o in zip(lengths, offsets, strict=True)):
-            seen = by_slot[row, ..., max(0, -shift) : offsets[row] + T]
-            by_position[row, ..., lengths[row] + T - seen.shape[-1] : lengths[row] + T] = seen
-        return by_position
-
-    put(name + "bias", bias)
-    put(name + "probabilities", probabilities)
-    put(name + "context", lambda: ungated(arguments["v"]))
+    put(name + "bias", lambda: bias_by_position(arguments, lengths))
+    put(name + "probabilities", lambda: probabilities(ops, arguments, lengths))
+    put(name + "context", lambda: context(ops, arguments))
     put(name + "gated", result.unflatten(-1, (H, d)))
 
 
-def first_product(
-    h: Float[Tensor, "N D"], ids: Int[Tensor, "N k"], w13: ExpertMatrix, quantize: Callable | None = None
-) -> Float[Tensor, "N k rows"]:
-    """W_13 h of every chosen expert, rows as they are stored: gate and up in turn."""
+def first_products(experts: dict[str, Any]) -> Float[Tensor, "N k rows"]:
+    """W_13 h of every choice, for the operands of `experts`: gate and up in turn, as the rows are stored."""
+    h, ids, quantize = experts["h"], experts["ids"], experts["quantize"]
     x = h if quantize is None else quantize(h)
-    products: dict[int, Tensor] = {e: F.linear(x, w13.dense(e, h.dtype)) for e in ids.unique().tolist()}
-    return torch.stack([torch.stack([products[e][n] for e in row]) for n, row in enumerate(ids.tolist())])
+    out = h.new_empty(*ids.shape, experts["w13"].weight.shape[1])
+    for expert in ids.unique().tolist():
+        token, choice = (ids == expert).nonzero(as_tuple=True)
+        out[token, choice] = F.linear(x[token], experts["w13"].dense(expert, h.dtype))
+    return out
+
+
+def expert_outputs(ops: Backend, experts: dict[str, Any], w2: ExpertMatrix | None = None) -> Float[Tensor, "N k rows"]:
+    """Each choice's output alone, with weight 1, for the operands of `experts` (or with another W_2)."""
+    alone = torch.ones_like(experts["weights"][:, :1])
+    w2 = experts["w2"] if w2 is None else w2
+    ids = experts["ids"].split(1, dim=1)
+    return torch.stack([ops.experts(**{**experts, "weights": alone, "ids": one, "w2": w2}) for one in ids], dim=1)
+
+
+def activations(ops: Backend, experts: dict[str, Any]) -> Float[Tensor, "N k I"]:
+    """What W_2 reads: the outputs with the unit matrix in its place."""
+    h, (E, rows, _) = experts["h"], experts["w13"].weight.shape
+    unit = torch.eye(rows // 2, dtype=h.dtype, device=h.device).expand(E, -1, -1)
+    return expert_outputs(ops, experts, ExpertMatrix(unit))
+
+
+def router_scores(gate: Any, h: Float[Tensor, "*N D"]) -> Float[Tensor, "*N E"]:
+    """e of `moe`, before the bias."""
+    return F.linear(residual.wide(h), residual.wide(gate.weight)).sigmoid()
+
+
+def uncapped_logits(llm: Any, hidden: Float[Tensor, "B T D"]) -> Float[Tensor, "B T V"]:
+    """Logits of the used vocabulary before their cap."""
+    return residual.wide(F.linear(hidden, llm.unembed.weight[: llm.config.unpadded_vocab_size]))
 
 
 def _watch_experts(name: str, mlp: Any, recording: Recording, operations: Callable) -> None:
-    put, ops = recording.put, mlp.experts.ops
-    places: list[Tensor] = []  # of the router's choices, once they are put in ascending order
+    ops = mlp.experts.ops
+    order: list[Tensor] = []  # that puts the router's choices in ascending order
 
-    def by_token(x: Tensor) -> Tensor:
-        return x.view(len(recording.counts), -1, *x.shape[1:])
+    def put(section: str, value: Tensor | Callable[[], Tensor]) -> None:
+        def by_token() -> Tensor:
+            x = value() if callable(value) else value
+            return x.view(len(recording.counts), -1, *x.shape[1:])
+
+        recording.put(name + section, by_token)
 
     def see_route(arguments: dict[str, Any], result: tuple[Tensor, Tensor]) -> None:
-        h, weight, bias = (arguments[key] for key in ("h", "weight", "bias"))
-        scores = F.linear(residual.wide(h), residual.wide(weight)).sigmoid()
         weights, ids = result
-        ids, order = ids.sort(dim=-1)
-        places[:] = [order]
-        put(name + "scores", by_token(scores))
-        put(name + "biased", by_token(scores + residual.wide(bias)))
-        put(name + "chosen", by_token(ids))
-        put(name + "weights", by_token(weights.gather(-1, order)))
+        ids, indices = ids.sort(dim=-1)
+        order[:] = [indices]
+        put("scores", lambda: router_scores(mlp.gate, arguments["h"]))
+        put("biased", lambda: router_scores(mlp.gate, arguments["h"]) + residual.wide(arguments["bias"]))
+        put("chosen", ids)
+        put("weights", weights.gather(-1, indices))
 
     def see_experts(arguments: dict[str, Any], _: Tensor) -> None:
-        h, w13, quantize = arguments["h"], arguments["w13"], arguments["quantize"]
-        ids = arguments["ids"].gather(-1, places[0])
-        E, rows, _ = w13.weight.shape
-
-        def one_by_one(w2: ExpertMatrix) -> Float[Tensor, "B T k rows"]:
-            alone = torch.ones_like(arguments["weights"][:, :1])
-            outputs = [
-                ops.experts(**{**arguments, "weights": alone, "ids": ids[:, j : j + 1], "w2": w2})
-                for j in range(ids.shape[1])
-            ]
-            return by_token(torch.stack(outputs, dim=1))
-
-        def unit() -> ExpertMatrix:
-            return ExpertMatrix(torch.eye(rows // 2, dtype=h.dtype, device=h.device).expand(E, -1, -1))
-
+        ordered = {**arguments, "ids": arguments["ids"].gather(-1, order[0])}
         for offset, x in enumerate(("gate", "up")):
-            put(name + x, lambda offset=offset: by_token(first_product(h, ids, w13, quantize)[..., offset::2]))
-        put(name + "activation", lambda: one_by_one(unit()))
-        put(name + "expert_out", lambda: one_by_one(arguments["w2"]))
+            put(x, lambda offset=offset: first_products(ordered)[..., offset::2])
+        put("activation", lambda: activations(ops, ordered))
+        put("expert_out", lambda: expert_outputs(ops, ordered))
 
     operations(mlp.gate, route=see_route)
     operations(mlp.experts, experts=see_experts)
