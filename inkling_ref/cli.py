@@ -1,4 +1,4 @@
-"""The command line: `inkling-ref ask`, `info`, `eval-nano`, `train-nano`.
+"""The command line: `inkling-ref ask`, `info`, `trace`, `eval-nano`, `train-nano` and others: `inkling-ref --help`.
 
 Whatever a user can correct ends as one line on stderr and exit status 2; Ctrl-C ends with 130. Only the answer goes to
 stdout, so that it can be piped: thinking, reports and warnings go to stderr. torch is imported by the commands that
@@ -6,6 +6,7 @@ need it: `--help` and `info` answer without.
 """
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -325,6 +326,81 @@ def bench(
     seconds = measure_seconds(model, drafter, drafting.some_ids(model))
     cost = " ".join(f"{1000 * s:.1f}" for s in seconds)
     console.print(f"ms of a round that reads 1, 2, ... tokens (drafting included): {cost}")
+
+
+@app.command()
+def trace(
+    out: Annotated[Path, typer.Option(help="The file to write, *.safetensors.")],
+    checkpoint: Checkpoint = NANO,
+    prompt: Annotated[str | None, typer.Option(help="What to ask, as in `ask`.")] = None,
+    tokens: Annotated[Path | None, typer.Option(help="Instead: a JSON list of ids, or a trace to repeat.")] = None,
+    image: Annotated[list[Path] | None, typer.Option(help="A picture; repeatable.")] = None,
+    decode: Annotated[int | None, typer.Option(help="Read this many further tokens, each the likeliest.")] = None,
+    layers: Annotated[str | None, typer.Option(help="Of the text model, as 0-3,17; default: all.")] = None,
+    sections: Annotated[
+        str | None, typer.Option(help="As attention.q,moe.*.chosen; +probabilities adds to the usual ones; or all.")
+    ] = None,
+    positions: Annotated[str | None, typer.Option(help="Of the prompt, as 0-3,-1; default: all.")] = None,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float64"], typer.Option(help="Of weights and stream.")
+    ] = "float32",
+    device: Device = "cpu",
+    backend: Annotated[Literal["torch", "triton"], typer.Option(help="What runs the operations.")] = "torch",
+) -> None:
+    """Write every section's tensors of one forward pass to a file, to compare another implementation with."""
+    if (prompt is None) == (tokens is None):
+        raise InputError("trace: expected either --prompt or --tokens")
+    if not out.absolute().parent.is_dir():
+        raise InputError(f"{out.absolute().parent}: not found, expected a folder for the trace")
+    with _importing():
+        import torch
+
+        from . import checkpoint as checkpoints
+        from .chat import Tokenizer, render
+        from .config import InklingConfig
+        from .measure import trace as tracing
+        from .vision import load_image, process_images
+
+    config = InklingConfig.from_pretrained(checkpoint)
+    pixel_values = image_grid_thw = None
+    if prompt is not None:
+        content = [*({"type": "image", "image": str(path)} for path in image or []), prompt]
+        tokenizer = Tokenizer.from_pretrained(checkpoint)
+        rendered = render([{"role": "user", "content": content}], tokenizer, config=config)
+        ids, steps = [rendered.input_ids], 0
+        pixel_values, image_grid_thw = rendered.pixel_values, rendered.image_grid_thw
+    else:
+        ids, steps = tracing.read_tokens(tokens)
+        if image:
+            pixel_values, image_grid_thw = process_images([load_image(path) for path in image], config.vision)
+    wanted = {
+        "layers": layers and _numbers("--layers", layers),
+        "sections": sections and sections.split(","),
+        "positions": positions and _numbers("--positions", positions),
+    }
+    tracing.chooser(wanted["sections"])  # a wrong name is found before the weights are read
+    use_few_threads(config, device)
+    _dtype(device)
+    model = checkpoints.load(checkpoint, device=device, dtype=getattr(torch, dtype), backend=backend)
+    steps = steps if decode is None else decode
+    recorded = tracing.trace(model, ids, pixel_values, image_grid_thw, decode=steps, **wanted)
+    recorded.save(out)
+    rows, decoded = recorded.manifest["prompt"], recorded.manifest["decoded"]
+    _note(
+        f"{out}: {len(recorded.tensors)} tensors, {_bytes(recorded.nbytes)} | "
+        f"{sum(map(len, rows))} tokens read, {sum(map(len, decoded))} decoded | {dtype}, {backend}"
+    )
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    """`0-3,17` as 0, 1, 2, 3, 17."""
+    numbers: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(-?\d+)(?:-(-?\d+))?\s*", part)
+        if match is None or int(match[1]) > int(match[2] or match[1]):
+            raise InputError(f"{option} is {text!r}, expected numbers and ranges like 0-3,17")
+        numbers += range(int(match[1]), int(match[2] or match[1]) + 1)
+    return numbers
 
 
 @app.command()

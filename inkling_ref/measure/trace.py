@@ -103,6 +103,24 @@ def read_manifest(path: str | Path) -> dict[str, Any]:
     return manifest
 
 
+def read_tokens(path: str | Path) -> tuple[Any, Any]:
+    """Prompt and tokens to decode from a file: a list of ids, or of rows of ids, as JSON; or a trace, to repeat it.
+
+    Raises:
+        InputError: naming the file, if it holds something else.
+    """
+    path = Path(path)
+    if path.suffix == ".safetensors":
+        manifest = read_manifest(path)
+        if "prompt" not in manifest:
+            raise InputError(f"{path}: no manifest with a prompt, expected a trace")
+        return manifest["prompt"], manifest["decoded"] if any(manifest["decoded"]) else 0
+    try:
+        return json.loads(path.read_text(encoding="utf-8")), 0
+    except ValueError:
+        raise InputError(f"{path}: expected a JSON list of token ids, or of rows of them") from None
+
+
 # --- What to keep --------------------------------------------------------------------------------------------------
 
 
