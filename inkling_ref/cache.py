@@ -14,11 +14,11 @@ was. Nothing else of the model is state: the depth state belongs to a token and 
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn import functional as F
 
 from .config import TextConfig
 from .errors import InputError
@@ -49,10 +49,12 @@ class Step:
             position = index - torch.where(starts, index, 0).cummax(dim=1).values
             # Number the runs, so that an id that returns later is another document.
             return cls(lengths, position, starts.cumsum(dim=1), position)
-        if same(lengths):
-            return cls(lengths, torch.arange(lengths[0], lengths[0] + T, device=device)[None])
-        first = torch.tensor(lengths, device=device)[:, None]
-        return cls(lengths, first + torch.arange(T, device=device))
+        return cls(lengths, ranges(lengths[:1] if same(lengths) else lengths, T, device))
+
+
+def ranges(first: list[int], count: int, device: torch.device) -> Int[Tensor, "b count"]:
+    """`count` consecutive numbers for every row, from its first."""
+    return torch.tensor(first, device=device)[:, None] + torch.arange(count, device=device)
 
 
 class Log:
@@ -66,15 +68,12 @@ class Log:
         T, end = x.shape[2], max(lengths) + x.shape[2]
         if end > self.data.shape[2]:
             with torch.inference_mode(False):  # a buffer made in inference mode could not be written outside it
-                capacity = max(end, 2 * self.data.shape[2])
-                grown = self.data.new_zeros(*self.data.shape[:2], capacity, self.data.shape[3])
-            grown[:, :, : self.data.shape[2]] = self.data
-            self.data = grown
+                self.data = F.pad(self.data, (0, 0, 0, max(end - self.data.shape[2], self.data.shape[2])))
         if same(lengths):
             self.data[:, :, end - T : end] = x
         else:
-            for row, length in enumerate(lengths):
-                self.data[row, :, length : length + T] = x[row]
+            rows = torch.arange(len(x), device=x.device)[:, None]
+            self.data[rows, :, ranges(lengths, T, x.device)] = x.transpose(1, 2)
         return self.data[:, :, :end]
 
     def commit(self) -> None:
@@ -118,7 +117,8 @@ class Tail:
         if same(first):
             old = self.data.narrow(-2, first[0], kept)
         else:
-            old = torch.stack([row.narrow(-2, f, kept) for row, f in zip(self.data, first, strict=True)])
+            index = ranges(first, kept, x.device).view(-1, *[1] * (x.dim() - 3), kept, 1)
+            old = self.data.take_along_dim(index, dim=-2)
         self.proposed = torch.cat([old, x], dim=-2)
         return self.proposed
 
@@ -172,8 +172,8 @@ class Cache:
         for i in range(config.num_hidden_layers):
             a, D = config.attention(i), config.hidden_size
             G, d = a.num_key_value_heads, a.head_dim
-            kind = Log if a.window is None else partial(Tail, slots=window)
-            keys, values = (kind((batch_size, G, d), dtype, device) for _ in range(2))
+            sizes = (batch_size, G, d), dtype, device
+            keys, values = (Log(*sizes) if a.window is None else Tail(*sizes, window) for _ in range(2))
             convs = [Tail((batch_size, channels), dtype, device, conv) for channels in (2 * G * d, D, D)]
             self.layers.append(LayerCache(keys, values, *convs))
 

@@ -85,7 +85,7 @@ def test_anchors_lie_in_answers():
     texts = texts_of(model, make(model))
     seen = [set(), set()]
     for seed in range(40):
-        anchors, is_anchor = draw_anchors(texts, 5, torch.Generator().manual_seed(seed))
+        anchors, is_anchor = draw_anchors(texts.prompt, texts.end, 17, 5, torch.Generator().manual_seed(seed))
         for row in range(2):
             chosen = anchors[row][is_anchor[row]].tolist()
             assert chosen == sorted(set(chosen))
@@ -103,7 +103,9 @@ def test_training_does_not_touch_the_target_and_learns(tmp_path):
     (tmp_path / "tokenizer.json").write_bytes((SHIPPED / "tokenizer.json").read_bytes())
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir() if p.suffix == ".safetensors"}
     lines = []
-    train_drafter.main(tmp_path, steps=30, rate=0.02, device="cpu", texts=16, layers=1, size=6, log=lines.append)
+    train_drafter.main(
+        tmp_path, steps=30, rate=0.02, device="cpu", texts=16, layers=1, size=6, examples=2, log=lines.append
+    )
     assert all((tmp_path / name).read_bytes() == data for name, data in before.items())
     target = load(tmp_path)
     drafter = load_drafter(tmp_path, target)

@@ -27,9 +27,11 @@ import json
 import math
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count, takewhile
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -40,10 +42,12 @@ from .. import checkpoint
 from ..chat import END_SAMPLING, Tokenizer
 from ..draft_config import DSparkConfig
 from ..draft_files import save_drafter
-from ..dspark import Drafter
+from ..dspark import Drafter, observe
 from ..errors import InputError
 from ..generation import generate
+from ..measure import drafting
 from ..model import Inkling
+from ..speculative import Drafting
 from . import rows
 from .rows import ANSWER, Row
 from .tasks import TASKS
@@ -80,6 +84,11 @@ class Texts:
     taps: dict[int, Float[Tensor, "B T D"]]
     hidden: Float[Tensor, "B T D"]
 
+    def rows(self, pick: Int[Tensor, " b"]) -> "Texts":
+        """Some of them."""
+        taps = {id: t[pick] for id, t in self.taps.items()}
+        return Texts(self.ids[pick], self.prompt[pick], self.end[pick], taps, self.hidden[pick])
+
 
 def prompts(kind: str, n: int, seed: int, encoder: rows.Encoder, held_out: bool = False) -> list[Row]:
     """n prompts, up to where the first reply begins; those that leave no room for it are left out."""
@@ -111,9 +120,7 @@ def pictures(made: list[Row], encoder: rows.Encoder) -> dict[str, Tensor | None]
 
 
 @torch.inference_mode()
-def answer(
-    model: Inkling, drafter: Drafter, made: list[Row], encoder: rows.Encoder, eos: int, temperature: float, seed: int
-) -> Texts:
+def answer(model: Inkling, made: list[Row], encoder: rows.Encoder, eos: int, temperature: float, seed: int) -> Texts:
     """The target's answers to prompts, and its states along them."""
     images = pictures(made, encoder)
     result = generate(model, [row.ids for row in made], NEW_TOKENS, temperature, seed=seed, eos_token_id=eos, **images)
@@ -125,7 +132,7 @@ def answer(
     ids = torch.tensor([t + [encoder.pad_id] * (LENGTH - len(t)) for t in texts], device=model.device)
     end = torch.tensor([len(t) for t in texts], device=model.device)
     mask = torch.arange(LENGTH, device=model.device) < end[:, None]
-    with drafter.observe(model) as taps:
+    with observe(model, drafter_config(model)) as taps:
         hidden = model(
             ids, **{name: t if t is None else t.to(model.device) for name, t in images.items()},
             attention_mask=mask, logits_to_keep=1,
@@ -136,23 +143,33 @@ def answer(
         return Texts(*(t.clone() for t in (ids, prompt, end)), {i: t.clone() for i, t in taps.items()}, hidden.clone())
 
 
-def batches(texts: Texts, size: int, generator: torch.Generator) -> Iterator[Texts]:
-    """Random rows for ever."""
-    while True:
-        pick = torch.randint(len(texts.ids), (size,), generator=generator, device=texts.ids.device)
-        taps = {id: t[pick] for id, t in texts.taps.items()}
-        yield Texts(texts.ids[pick], texts.prompt[pick], texts.end[pick], taps, texts.hidden[pick])
+def corpus(model: Inkling, encoder: rows.Encoder, eos: int, number: int, seed: int, chunk: int = 2048) -> Texts:
+    """`number` answers of the target to prompts of the mixture; every other chunk of them at temperature 1."""
+    made = []
+    for kind, share in MIXTURE.items():
+        made += prompts(kind, math.ceil(number * share / sum(MIXTURE.values())), seed, encoder)
+    random.Random(seed).shuffle(made)
+    chunk = min(chunk, math.ceil(len(made) / 2))
+    parts = [
+        answer(model, made[i : i + chunk], encoder, eos, float(i // chunk % 2), seed + i)
+        for i in range(0, len(made), chunk)
+    ]
+    return Texts(
+        *(torch.cat([getattr(p, name) for p in parts]) for name in ("ids", "prompt", "end")),
+        {id: torch.cat([p.taps[id] for p in parts]) for id in parts[0].taps},
+        torch.cat([p.hidden for p in parts]),
+    )
 
 
 # ---------------------------------------------------------------- blocks and losses
 
 
 def draw_anchors(
-    texts: Texts, number: int, generator: torch.Generator | None = None
+    prompt: Int[Tensor, " B"], end: Int[Tensor, " B"], T: int, number: int, generator: torch.Generator | None = None
 ) -> tuple[Int[Tensor, "B A"], Bool[Tensor, "B A"]]:
     """`number` different places of each answer that have a next token, ascending; and which of them there are."""
-    place = torch.arange(texts.ids.shape[1], device=texts.ids.device)
-    may = (place >= texts.prompt[:, None]) & (place < texts.end[:, None] - 1)
+    place = torch.arange(T, device=end.device)
+    may = (place >= prompt[:, None]) & (place < end[:, None] - 1)
     noise = torch.rand(may.shape, generator=generator, device=may.device).masked_fill(~may, -1)
     chosen = noise.topk(number, dim=1).indices.sort(dim=1).values
     return chosen, may.gather(1, chosen)
@@ -257,28 +274,84 @@ def train(
     steps: int | None = None,
 ) -> list[dict]:
     """AdamW, cosine to zero over the time that is given, or over `steps`; a short warm-up. Returns the course."""
-    generator = torch.Generator(texts.ids.device).manual_seed(seed)
-    optimiser = torch.optim.AdamW(drafter.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.0)
+    device = texts.ids.device
+    generator = torch.Generator(device).manual_seed(seed)
+    learning_rate = torch.tensor(rate, device=device)
+    optimiser = torch.optim.AdamW(
+        drafter.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.0, capturable=device.type == "cuda"
+    )
+    pick = torch.zeros(size, dtype=torch.long, device=device)
+
+    def draw() -> tuple[Tensor, Tensor]:
+        pick.copy_(torch.randint(len(texts.ids), (size,), generator=generator, device=device))
+        return draw_anchors(texts.prompt[pick], texts.end[pick], texts.ids.shape[1], ANCHORS, generator)
+
+    anchors, is_anchor = draw()
+
+    def update() -> Losses:
+        optimiser.zero_grad(set_to_none=True)
+        parts = losses(drafter, texts.rows(pick), anchors, is_anchor)
+        parts.total.backward()
+        nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
+        optimiser.step()
+        return parts
+
+    if device.type == "cuda":
+        learning_rate.zero_()  # nothing is learned before the clock starts
+        update = recorded(update)
     history: list[dict] = []
     started, noted = time.monotonic(), -1e9
-    for step, batch in enumerate(batches(texts, size, generator)):
+    progress = 0.0
+    for step in takewhile(lambda _: progress < 1, count()):
         elapsed = time.monotonic() - started
         progress = min(step / steps if steps else elapsed / seconds, 1.0)
-        for group in optimiser.param_groups:
-            group["lr"] = rate * min(1.0, (step + 1) / 50, 0.5 * (1 + math.cos(math.pi * progress)))
-        parts = losses(drafter, batch, *draw_anchors(batch, ANCHORS, generator))
+        learning_rate.fill_(rate * min(1.0, (step + 1) / 50, 0.5 * (1 + math.cos(math.pi * progress))))
+        for kept, drawn in zip((anchors, is_anchor), draw(), strict=True):
+            kept.copy_(drawn)
+        parts = update()
         if elapsed - noted > max(1.0, seconds / 40) or progress == 1:
             noted = elapsed
             acceptance = [round(x, 3) for x in parts.acceptance.tolist()]
             history.append({"step": step, "loss": round(parts.total.item(), 4), "acceptance": acceptance})
             log(f"{elapsed:6.1f} s  step {step:5d}  loss {history[-1]['loss']:.4f}  tau {parts.tokens_per_pass():.2f}")
-        if progress == 1:
-            break
-        optimiser.zero_grad(set_to_none=True)
-        parts.total.backward()
-        nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
-        optimiser.step()
     return history
+
+
+def recorded(update: Callable[[], Losses]) -> Callable[[], Losses]:
+    """The same step as one CUDA graph: its two thousand small kernels take longer to launch than to run."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            update()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        parts = update()
+
+    def replay() -> Losses:
+        graph.replay()
+        return parts
+
+    return replay
+
+
+def held_out(
+    model: Inkling, drafter: Drafter, encoder: rows.Encoder, eos: int, examples: int
+) -> dict[str, dict[str, float]]:
+    """Tokens a pass of the target on held-out prompts, by task, for each way of drafting."""
+    ways = {"temperature 1": (1.0, False), "temperature 1, greedy drafts": (1.0, True), "temperature 0": (0.0, False)}
+    found: dict[str, dict[str, float]] = {}
+    for task in drafting.TASKS:
+        made = prompts(task, examples, 0, encoder, held_out=True)
+        images = {name: t if t is None else t.to(model.device) for name, t in pictures(made, encoder).items()}
+        for way, (temperature, greedy) in ways.items():
+            result = generate(
+                model, [row.ids for row in made], NEW_TOKENS, temperature, seed=0, eos_token_id=eos,
+                drafter=Drafting(drafter, greedy=greedy), **images,
+            )  # fmt: skip
+            found.setdefault(task, {})[way] = round(result.stats.drafting.tokens_per_pass, 3)
+    return found
 
 
 def main(
@@ -286,23 +359,26 @@ def main(
     minutes: float = 3.0,
     device: str | None = None,
     seed: int = 0,
-    head: str = "rnn",
-    texts: int = 12288,
+    heads: str = "rnn",
+    texts: int = 32768,
     layers: int = 5,
     size: int = 64,
     rate: float = 2e-3,
     out: str | Path | None = None,
     steps: int | None = None,
+    examples: int = 128,
     log: Callable[[str], None] = print,
 ) -> Drafter:
-    """Train a drafter of the checkpoint in `folder`, and write it there, or to `out`.
+    """Train a drafter of the checkpoint in `folder`, and write it there, or to `out`, with drafter.json: its course.
 
     Args:
         minutes: of training; the target's answers come on top.
-        head: rnn, gated, vanilla or none.
+        heads: rnn, gated, vanilla or none; or several with commas, to compare: each is trained alike on the same
+            texts, and the first is written.
         texts: how many answers of the target to train on, at most.
         size: texts a step.
         steps: train that many instead of `minutes`.
+        examples: held-out prompts a task, for the acceptance in drafter.json.
 
     Raises:
         InputError: minutes that are not positive, or a checkpoint that cannot be read.
@@ -310,50 +386,47 @@ def main(
     if not minutes > 0:
         raise InputError(f"minutes: {minutes}, expected more than 0")
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    torch.manual_seed(seed)
+    torch.set_float32_matmul_precision("high")
     model = checkpoint.load(folder, place, torch.float32, experts="dequantize")
     tokenizer = Tokenizer.from_pretrained(folder)
     encoder, eos = rows.Encoder(tokenizer), tokenizer.marker_id(END_SAMPLING)
-    drafter = Drafter(drafter_config(model, head, layers), model)
-    initialise(drafter)
-    drafter.to(place)
+    candidates = {}
+    for head in heads.split(","):
+        torch.manual_seed(seed)
+        candidates[head] = Drafter(drafter_config(model, head, layers), model)
+        initialise(candidates[head])
 
-    began, made, chunk = time.monotonic(), [], min(texts, 1024)
-    for kind, share in MIXTURE.items():
-        made += prompts(kind, math.ceil(texts * share / sum(MIXTURE.values())), seed, encoder)
-    random.Random(seed).shuffle(made)
-    parts = [
-        answer(model, drafter, made[i : i + chunk], encoder, eos, float(i // chunk % 2), seed + i)
-        for i in range(0, len(made), chunk)
-    ]
-    corpus = Texts(
-        *(torch.cat([getattr(p, name) for p in parts]) for name in ("ids", "prompt", "end")),
-        {id: torch.cat([p.taps[id] for p in parts]) for id in parts[0].taps},
-        torch.cat([p.hidden for p in parts]),
+    began = time.monotonic()
+    answers = corpus(model, encoder, eos, texts, seed)
+    log(
+        f"{len(answers.ids)} texts, {int((answers.end - answers.prompt).sum())} tokens of answers "
+        f"after {time.monotonic() - began:.0f} s"
     )
-    answers = int((corpus.end - corpus.prompt).sum())
-    log(f"{len(made)} texts, {answers} tokens of answers after {time.monotonic() - began:.0f} s")
-
-    history = train(drafter, corpus, 60 * minutes, rate, size, seed, log, steps)
-    drafter.eval().requires_grad_(False)
-    about = {"seed": seed, "minutes": minutes, "head": head, "texts": len(made), "steps": history[-1]["step"]}
-    save_drafter(drafter, out or folder, torch.bfloat16, {"training": json.dumps(about)})
-    return drafter
+    report: dict[str, Any] = {
+        "seed": seed, "minutes": minutes, "texts": len(answers.ids), "size": size, "rate": rate, "anchors": ANCHORS,
+        "device": torch.cuda.get_device_name() if place.type == "cuda" else "CPU", "heads": {},
+    }  # fmt: skip
+    target, first = Path(out or folder), next(iter(candidates.values()))
+    for head, drafter in candidates.items():
+        drafter.to(place)
+        history = train(drafter, answers, 60 * minutes, rate, size, seed, log, steps)
+        drafter.eval().requires_grad_(False)
+        tokens = held_out(model, drafter, encoder, eos, examples)
+        log(f"{head}: {json.dumps(tokens)}")
+        report["heads"][head] = {"steps": history[-1]["step"], "tokens a pass": tokens, "history": history}
+        if drafter is first:
+            save_drafter(drafter, target, torch.bfloat16, {"training": "see drafter.json"})
+        (target / "drafter.json").write_text(json.dumps(report) + "\n")
+    return first
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Train a drafter for a nano checkpoint.")
     parser.add_argument("folder")
     options = {
-        "minutes": float,
-        "device": str,
-        "seed": int,
-        "head": str,
-        "texts": int,
-        "layers": int,
-        "size": int,
-        "steps": int,
-    }
-    for option, kind in {**options, "rate": float, "out": str}.items():
+        "minutes": float, "device": str, "seed": int, "heads": str, "texts": int, "layers": int, "size": int,
+        "steps": int, "rate": float, "out": str, "examples": int,
+    }  # fmt: skip
+    for option, kind in options.items():
         parser.add_argument(f"--{option}", type=kind, default=argparse.SUPPRESS)
     main(**vars(parser.parse_args()))
