@@ -7,4 +7,10 @@ here when a notebook changes: a fault that goes unnoticed means that a Verify ce
 from collections.abc import Callable
 from typing import Any
 
-MUTATIONS: dict[str, list[tuple[str, Callable[[Any], Any]]]] = {}
+MUTATIONS: dict[str, list[tuple[str, Callable[[Any], Any]]]] = {
+    "quantization": [
+        ("quantization._unpack_e2m1", lambda f: lambda codes: f(codes >> 4 | codes << 4)),  # nibbles swapped
+        ("quantization._nvfp4_round", lambda f: lambda w, amax, outer, target: f(w, amax, outer, 6.0)),  # never four
+        ("quantization._mxfp8_round", lambda f: lambda w: (f(w)[0], f(w)[1] + 1)),  # the wrong power of two
+    ],
+}
