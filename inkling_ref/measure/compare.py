@@ -1,0 +1,617 @@
+r"""Two traces side by side: which section is the first to depart, and whether it is to blame.
+
+Both are read name by name in data-flow order, one tensor of each in memory. For every token t of a section (of a
+vision section: every patch or tile), with a the reference's vector and b the other's,
+
+$$ e_t = \lVert b_t - a_t \rVert \, / \, \max(\lVert a_t \rVert, \; \mathrm{rms}_s \lVert a_s \rVert / 10) $$
+
+and, since one wrong channel of thousands would not show in it,
+
+$$ m_t = \max_i \; |b_{ti} - a_{ti}| \, / \, (\mathrm{rms}(a_t) + |a_{ti}|) $$
+
+the error of a token is the larger of e_t and m_t / 8. A section adds its own rounding to the error that comes in with
+its inputs x, and may amplify that:
+
+$$ \mathrm{allowed}_t = \mathrm{floor} + \mathrm{gain} \cdot \max_x \, \mathrm{error}_t(x) $$
+
+Floor and gain stand in `sections.TOLERANCES`, by kind of section and by dtype; the maximum runs over earlier tokens too
+where a convolution or an attention reads them. So a section
+
+- *agrees*: no token's error is beyond floor;
+- has its *input wrong*: some are, within what is allowed;
+- *departs*: some are beyond what is allowed. The first to do so in data-flow order is the verdict: it adds an error
+  that its inputs do not explain.
+
+Choices of experts are sets. A set that differs is explained where the scores at the cut lie closer together than their
+allowed error; what follows from another choice counts as input that is wrong, for that token and those that see it.
+
+In 16 bits the noise grows with depth and hides small faults. Replaying takes it away: the reference computes each
+section from the inputs that the *other* trace recorded, so that the result and what the other recorded differ by that
+section's own error alone, and only floor is allowed.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ..errors import InputError
+from ..tensor_files import CheckpointReader, Layout
+from .sections import TOLERANCES, Section, _direct_inputs, order, parse
+from .trace import Trace, read_manifest
+
+ELEMENT = 8.0  # m_t counts an eighth: the largest of a million errors is about five times their rms
+SMALL = 0.1  # of the rms: vectors shorter than that are measured against it
+_CHUNK = 2**20  # numbers that are in float64 at one time
+
+Status = Literal["agrees", "input wrong", "departs"]
+Replay = Callable[[str], Tensor | None]  # name of a section -> what the reference makes of the other's recorded inputs
+
+
+# --- Two tensors ---------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Difference:
+    """How far b is from a; `tokens` is the error of every token, infinite where only one of both is finite."""
+
+    relative_rms: float
+    max_abs: float
+    cosine: float
+    tokens: Float[Tensor, "*tokens"]
+
+    @property
+    def worst(self) -> float:
+        return float(self.tokens.max()) if self.tokens.numel() else 0.0
+
+
+def difference(a: Tensor, b: Tensor, token_axes: int = 2) -> Difference:
+    """The measures of the module docstring, in float64; the first `token_axes` axes count tokens."""
+    lead = a.shape[:token_axes]
+    a, b = (t.reshape(math.prod(lead), -1) for t in (a, b))
+    if a.numel() == 0:
+        return Difference(0.0, 0.0, 1.0, a.new_zeros(lead, dtype=torch.float64))
+    rows = max(1, _CHUNK // a.shape[1])
+    chunks = [_sums(x, y) for x, y in zip(a.split(rows), b.split(rows), strict=True)]
+    aa, bb, ab, dd, largest, ratio = torch.cat(chunks, dim=1)
+    short = aa.sqrt() < SMALL * aa.mean().sqrt()
+    errors = dd.sqrt() / torch.where(short, SMALL * aa.mean().sqrt(), aa.sqrt())
+    errors = torch.maximum(errors, torch.where(short, 0, ratio / ELEMENT))
+    errors = torch.where(dd == 0, 0, errors)  # 0 / 0 where both are zero
+    norm, other, dot, distance = (float(x.sum()) for x in (aa, bb, ab, dd))
+    relative = math.sqrt(distance / norm) if norm else math.inf if distance else 0.0
+    cosine = dot / math.sqrt(norm * other) if norm and other else float(norm == other)
+    return Difference(relative, float(largest.max()), cosine, errors.view(lead))
+
+
+def _sums(x: Tensor, y: Tensor) -> Float[Tensor, "6 tokens"]:
+    """|x|^2, |y|^2, x.y, |y - x|^2, the largest |y - x|, and m_t."""
+    x, y = x.double(), y.double()
+    d = (y - x).abs()
+    squares = [x.square().sum(1), y.square().sum(1), (x * y).sum(1), d.square().sum(1)]
+    if not torch.stack(squares).isfinite().all():
+        same = (x == y) | (x.isnan() & y.isnan())
+        d = torch.where(same, 0, d.nan_to_num(nan=math.inf))
+        x, y = (t.nan_to_num(nan=0, posinf=0, neginf=0) for t in (x, y))
+        squares = [x.square().sum(1), y.square().sum(1), (x * y).sum(1), d.square().sum(1)]
+    rms = (squares[0] / x.shape[1]).sqrt()[:, None]
+    ratio = (d / (rms + x.abs())).nan_to_num(nan=0, posinf=math.inf)
+    return torch.stack([*squares, d.amax(1), ratio.amax(1)])
+
+
+def first_bad(a: Tensor, b: Tensor, tokens: Tensor, limit: float) -> tuple[int, ...]:
+    """Index of the first element, of the first token whose error is beyond `limit`, that is far off."""
+    t = int((tokens.flatten() > limit).to(torch.int8).argmax())
+    x, y = (s.reshape(tokens.numel(), -1)[t].double() for s in (a, b))
+    ratio = ((y - x).abs() / (x.square().mean().sqrt() + x.abs())).nan_to_num(nan=math.inf)
+    far = ratio >= min(float(ratio.max()), ELEMENT * limit)
+    flat = t * x.numel() + int(far.to(torch.int8).argmax())
+    return tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), a.shape))
+
+
+def differing_sets(a: Tensor, b: Tensor, biased: Tensor | None) -> tuple[Tensor, Tensor]:
+    """For choices [B, T, k]: which tokens' sets differ, and by which gap of scores (infinite where not known).
+
+    The gap lies between the best expert that only a has and the worst that only b has, by a's ranked scores.
+    """
+    wrong = (a.sort(dim=-1).values != b.sort(dim=-1).values).any(dim=-1)
+    gap = torch.full(wrong.shape, math.inf, dtype=torch.float64)
+    if biased is not None and int(b.min()) >= 0 and int(b.max()) < biased.shape[-1]:
+        in_a, in_b = (torch.zeros_like(biased, dtype=torch.bool).scatter(-1, s.long(), True) for s in (a, b))
+        best = torch.where(in_a & ~in_b, biased.double(), -math.inf).amax(-1)
+        worst = torch.where(in_b & ~in_a, biased.double(), math.inf).amin(-1)
+        gap = (best - worst).nan_to_num(nan=math.inf)
+    return wrong, torch.where(wrong, gap, 0)
+
+
+# --- What is read --------------------------------------------------------------------------------------------------
+
+
+class Recorded:
+    """The tensors of a trace, from a file or in memory, read one by one. A context manager."""
+
+    def __init__(self, source: "str | Path | Trace | Mapping[str, Tensor]") -> None:
+        self._reader = self._tensors = None
+        if isinstance(source, (str, Path)):
+            self.manifest = read_manifest(source)
+            self._reader = CheckpointReader(Path(source).parent, file=Path(source).name)
+            self.names = set(self._reader.names)
+        else:
+            self.manifest = source.manifest if isinstance(source, Trace) else {}
+            self._tensors = source.tensors if isinstance(source, Trace) else source
+            self.names = set(self._tensors)
+
+    def __enter__(self) -> "Recorded":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._reader is not None:
+            self._reader.__exit__()
+
+    def layout(self, name: str) -> Layout:
+        if self._reader is not None:
+            return self._reader.layout(name)
+        return Layout(self._tensors[name].dtype, tuple(self._tensors[name].shape))
+
+    def read(self, name: str, token: int | None = None) -> Tensor:
+        """The tensor, or [B, 1, ...] of it."""
+        at = () if token is None else (slice(None), slice(token, token + 1))
+        return self._tensors[name][at] if self._reader is None else self._reader.read_slice(name, at)
+
+
+class _InSteps(Recorded):
+    """A longer prompt's pass, read as that of a shorter prompt and one-token steps after it."""
+
+    def __init__(self, whole: Recorded, prompt: list[list[int]], steps: int) -> None:
+        self.whole, self.lengths = whole, [len(row) for row in prompt]
+        cut = [row[len(start) :] for row, start in zip(whole.manifest["prompt"], prompt, strict=True)]
+        self.manifest = {**whole.manifest, "prompt": prompt, "decoded": [row[:steps] for row in cut]}
+        text = {name for name in whole.names if parse(name).section.shape.startswith("B T")}
+        self.names = whole.names | {f"step.{n}.{name}" for n in range(1, steps + 1) for name in text}
+
+    def __exit__(self, *_: object) -> None:
+        self.whole.__exit__()
+
+    def _tokens(self, name: str) -> tuple[str, int, int | None]:
+        """The recorded name, tokens of this step, and S where the section has keys."""
+        step, section, _ = parse(name)
+        T, keys = (1 if step else max(self.lengths)), max(self.lengths) + step
+        return name.removeprefix(f"step.{step}."), T, keys if section.shape.endswith(" S") else None
+
+    def layout(self, name: str) -> Layout:
+        bare, T, keys = self._tokens(name)
+        whole = self.whole.layout(bare)
+        if not parse(name).section.shape.startswith("B T"):
+            return whole
+        rest = whole.shape[2:] if keys is None else (*whole.shape[2:-1], keys)
+        return Layout(whole.dtype, (whole.shape[0], T, *rest))
+
+    def read(self, name: str, token: int | None = None) -> Tensor:
+        bare, T, keys = self._tokens(name)
+        step = parse(name).step
+        if not parse(name).section.shape.startswith("B T"):
+            return self.whole.read(bare)
+        if step:
+            rows = [self.whole.read(bare, n + step - 1)[i] for i, n in enumerate(self.lengths)]
+            x = torch.stack(rows)
+        else:
+            x = self.whole.read(bare)[:, :T].clone()
+            for row, n in zip(x, self.lengths, strict=True):
+                row[n:] = 0
+        return x if keys is None else x[..., :keys]
+
+
+# --- The comparison ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Row:
+    """One section of both traces.
+
+    Attributes:
+        relative_rms, max_abs, cosine: over the whole tensor; for choices the share of tokens whose sets differ.
+        error, allowed: of the token that goes furthest beyond what is allowed (or stays least below it).
+        floor: what is allowed without any error of the inputs.
+        inputs: recorded inputs and the worst error of a token in each.
+        first_bad: index, the reference's number and the other's, unless it agrees.
+        own: with replay, the worst error of a token against the reference on the other's own inputs.
+        same_order: for choices whose ranking is recorded, the share of tokens whose k best come in the same order.
+        note: what else there is to say: shapes, dtypes, NaN.
+    """
+
+    name: str
+    status: Status
+    relative_rms: float
+    max_abs: float
+    cosine: float
+    error: float
+    floor: float
+    allowed: float
+    inputs: dict[str, float] = field(default_factory=dict)
+    first_bad: tuple[tuple[int, ...], float, float] | None = None
+    own: float | None = None
+    same_order: float | None = None
+    note: str = ""
+
+    @property
+    def section(self) -> Section:
+        return parse(self.name).section
+
+
+@dataclass
+class Comparison:
+    """What `compare` found.
+
+    Attributes:
+        rows: every section that both have, in data-flow order.
+        first: the first that departs, or None.
+        between: sections of the reference that lie between `first` and its recorded inputs and that the other lacks:
+            the fault is in one of them or in `first` itself.
+        hints: what the wrong numbers look like: a factor, an order, a shift; and where they are.
+        missing, extra: names that only the reference has; that only the other has, or that are no sections.
+        notes: differences of the manifests.
+        dtype: whose tolerances were used.
+    """
+
+    reference: dict[str, Any]
+    other: dict[str, Any]
+    dtype: str
+    rows: list[Row]
+    first: Row | None
+    between: list[str]
+    hints: list[str]
+    missing: list[str]
+    extra: list[str]
+    notes: list[str]
+
+    @property
+    def exit_status(self) -> int:
+        return 0 if self.first is None else 1
+
+
+@torch.no_grad()
+def compare(
+    reference: "str | Path | Trace | Mapping[str, Tensor]",
+    other: "str | Path | Trace | Mapping[str, Tensor]",
+    replay: Replay | None = None,
+    dtype: str | None = None,
+) -> Comparison:
+    """Compare two traces, each a file, a `Trace`, or tensors by name.
+
+    Args:
+        replay: gives what the reference makes of the other's recorded inputs (`functools.partial(replay, model,
+            trace)`), or None for a section that is not to be replayed.
+        dtype: whose tolerances to use; None: the coarser of both manifests' and of the tensors'.
+
+    Raises:
+        InputError: nothing can be compared: no section in common, other prompts, pictures or positions.
+    """
+    with ExitStack() as stack:
+        a, b = (stack.enter_context(Recorded(source)) for source in (reference, other))
+        known = {name for name in b.names if _is_section(name)}
+        a, notes = _aligned(a, b)
+        dtype = dtype or _coarser(a, b)
+        if dtype not in _KINDS_OF_FLOAT:
+            raise InputError(f"dtype {dtype!r}: expected one of {', '.join(_KINDS_OF_FLOAT)}")
+        common = sorted(a.names & known, key=order)
+        if not common:
+            some = ", ".join(sorted(b.names)[:3]) or "nothing"
+            raise InputError(f"compare: no section in common (the second has {some}), expected names as in sections.py")
+        walk = _Walk(a, b, set(common), dtype, replay)
+        rows = [walk.row(name) for name in common]
+        first = next((row for row in rows if row.status == "departs"), None)
+        between, hints = [], []
+        if first is not None:
+            between = [name for name in walk.inputs(first.name)[1] if name in a.names]
+            hints = walk.hints(first)
+        extra = sorted(b.names - a.names)
+        return Comparison(
+            a.manifest,
+            b.manifest,
+            dtype,
+            rows,
+            first,
+            between,
+            hints,
+            sorted(a.names - b.names, key=order),
+            extra,
+            notes,
+        )
+
+
+_SIXTEEN_BITS = ("float16", "bfloat16")
+_KINDS_OF_FLOAT = ("float64", "float32", "float16", "bfloat16")  # finest first
+
+
+def _is_section(name: str) -> bool:
+    try:
+        parse(name)
+    except InputError:
+        return False
+    return True
+
+
+def _coarser(a: Recorded, b: Recorded) -> str:
+    """Of the manifests' dtypes; where one has none, of its coarsest tensor."""
+    found = []
+    for side in (a, b):
+        kinds = {str(side.layout(name).dtype).removeprefix("torch.") for name in side.names}
+        stated = side.manifest.get("dtype")
+        found += [stated] if stated else [kind for kind in kinds if kind in _KINDS_OF_FLOAT]
+    return max(
+        found, key=lambda kind: _KINDS_OF_FLOAT.index(kind) if kind in _KINDS_OF_FLOAT else -1, default="float32"
+    )
+
+
+def _aligned(a: Recorded, b: Recorded) -> tuple[Recorded, list[str]]:
+    """The reference, in the other's steps, and what differs in the manifests.
+
+    Raises:
+        InputError: if they describe runs on other inputs.
+    """
+    notes: list[str] = []
+    x, y = a.manifest, b.manifest
+    if not y:
+        return a, ["the second trace has no manifest: prompt, config and dtype are taken to be the first's"]
+    if x.get("prompt") and y.get("prompt") and x["prompt"] != y["prompt"]:
+        steps = {len(row) for row in y["decoded"]}
+        continued = [row + more for row, more in zip(y["prompt"], y["decoded"], strict=True)]
+        if len(steps) != 1 or not any(steps) or x["prompt"] != continued or any(x["decoded"]):
+            raise InputError(f"compare: other prompts: {_first_difference(x['prompt'], y['prompt'])}")
+        notes.append("one pass beside a prompt and decoding steps: compared token by token")
+        a = _InSteps(a, y["prompt"], steps.pop())
+    elif x.get("decoded") and y.get("decoded") and x["decoded"] != y["decoded"]:
+        raise InputError(f"compare: other decoded tokens: {_first_difference(x['decoded'], y['decoded'])}")
+    for key in ("images", "positions"):
+        if key in x and key in y and x[key] != y[key]:
+            raise InputError(f"compare: other {key}: {x[key]} and {y[key]}")
+    notes += [
+        f"config: {key} is {left!r}, the second's {right!r}"
+        for key, left, right in _differences(x.get("config"), y.get("config"))
+    ]
+    notes += [
+        f"{key}: {x[key]}, the second's {y[key]}"
+        for key in ("dtype",)
+        if x.get(key) and y.get(key) and x[key] != y[key]
+    ]
+    return a, notes
+
+
+def _first_difference(x: list[list[int]], y: list[list[int]]) -> str:
+    if [*map(len, x)] != [*map(len, y)]:
+        return f"rows of {[*map(len, x)]} and of {[*map(len, y)]} tokens"
+    r, t = next((r, t) for r, row in enumerate(x) for t, token in enumerate(row) if token != y[r][t])
+    return f"row {r}, token {t} is {x[r][t]} and {y[r][t]}"
+
+
+def _differences(x: Any, y: Any, key: str = "") -> list[tuple[str, Any, Any]]:
+    if isinstance(x, dict) and isinstance(y, dict):
+        return [d for k in sorted(x.keys() & y.keys()) for d in _differences(x[k], y[k], f"{key}.{k}" if key else k)]
+    return [] if x == y or y is None else [(key, x, y)]
+
+
+class _Walk:
+    """The sections in data-flow order, with the token errors of those before."""
+
+    def __init__(self, a: Recorded, b: Recorded, common: set[str], dtype: str, replay: Replay | None) -> None:
+        self.a, self.b, self.common, self.dtype, self.replay = a, b, common, dtype, replay
+        self.errors: dict[str, Tensor] = {}
+        self.ranked: dict[tuple[int, int | None], tuple[Tensor, Tensor]] = {}  # biased scores, of step and layer
+
+    def inputs(self, name: str) -> tuple[list[str], list[str]]:
+        """The nearest sections before `name` that both have recorded, and those that lie between."""
+        found, hidden, waiting = set(), set(), _direct_inputs(name, self.a.names)
+        while waiting:
+            other = waiting.pop()
+            if other in self.common:
+                found.add(other)
+            elif other not in hidden:
+                hidden.add(other)
+                waiting += _direct_inputs(other, self.a.names)
+        return sorted(found, key=order), sorted(hidden, key=order)
+
+    def incoming(self, name: str, names: list[str], hidden: list[str], shape: tuple[int, ...]) -> Tensor:
+        """The largest error of the inputs that each token reads."""
+        worst = torch.zeros(shape, dtype=torch.float64)
+        step = parse(name).step
+        patterns = [pattern for n in (name, *hidden) for pattern in parse(n).section.inputs]
+        reads_past = any(pattern.startswith("..") for pattern in patterns)
+        for other in names:
+            e = self.errors[other]
+            if parse(other).step != step and e.dim() == 2 == len(shape):
+                e = e.amax(dim=1, keepdim=True)
+            elif len(shape) != 2 or e.shape != shape:
+                e = e.max() if e.numel() else e.new_zeros(())
+            elif reads_past:
+                e = e.cummax(dim=1).values
+            worst = torch.maximum(worst, e)
+        return worst
+
+    def limits(self, section: Section, hidden: list[str]) -> tuple[float, float]:
+        """Floor and gain of a section and of what lies hidden before it.
+
+        What is recorded on request only does not add: its neighbours' floors were measured without it.
+        """
+        others = [parse(name).section for name in hidden]
+        rows = [TOLERANCES[other.tolerance] for other in others if not other.on_request]
+        own = TOLERANCES[section.tolerance]
+        floor = own[self.dtype] + math.sqrt(sum(row[self.dtype] ** 2 for row in rows))
+        return floor, max(row["gain"] for row in [own, *rows])
+
+    def row(self, name: str) -> Row:
+        step, section, layer = parse(name)
+        la, lb = self.a.layout(name), self.b.layout(name)
+        axes = 2 if section.shape.startswith("B T") else 1
+        names, hidden = self.inputs(name)
+        floor, gain = self.limits(section, hidden)
+        incoming = self.incoming(name, names, hidden, la.shape[:axes])
+        allowed = floor + gain * incoming
+        inputs = {n: float(self.errors[n].max()) if self.errors[n].numel() else 0.0 for n in names}
+        note = "" if la.dtype == lb.dtype else f"{_short(lb.dtype)} here, {_short(la.dtype)} in the reference"
+        if la.shape != lb.shape:
+            self.errors[name] = torch.full(la.shape[:axes], math.inf, dtype=torch.float64)
+            note = f"shape {list(lb.shape)}, expected {list(la.shape)} = [{section.shape}]"
+            return Row(name, "departs", math.inf, math.inf, math.nan, math.inf, floor, floor, inputs, note=note)
+        a, b = self.a.read(name), self.b.read(name)
+        own = None
+        if self.replay is not None and (expected := self.replay(name)) is not None:
+            own = expected.to(a.device)
+        if section.kind == "choices":
+            return self._choices(name, a, b, own, allowed, floor, inputs, note)
+        if section.name.endswith(".biased"):
+            self.ranked[step, layer] = (a, b) if own is None else (own, b)
+        d = difference(a, b, axes)
+        errors, judged, limit = d.tokens, d.tokens, allowed
+        worst_own = None
+        if own is not None:
+            judged = difference(own, b, axes).tokens
+            worst_own, limit = float(judged.max()), torch.full_like(allowed, floor)
+        self.errors[name] = errors
+        if (bad := int((~b.isfinite()).sum()) - int((~a.isfinite()).sum())) > 0:
+            note = f"{bad} of {b.numel()} numbers are NaN or infinite"
+        excess = (errors / allowed).nan_to_num(nan=1.0)
+        t = int(excess.argmax()) if excess.numel() else None
+        beyond = judged > limit
+        # Where the choice of experts is not recorded, a near tie may have turned any token: half of them must be off.
+        blind = own is None and any(name.endswith(".chosen") for name in hidden) and self.dtype in _SIXTEEN_BITS
+        departs = bool(beyond.double().mean() > 0.5) if blind else bool(beyond.any())
+        status = "departs" if departs else "input wrong" if bool((errors > floor).any()) else "agrees"
+        row = Row(
+            name, status, d.relative_rms, d.max_abs, d.cosine,
+            0.0 if t is None else float(errors.flatten()[t]), floor,
+            floor if t is None else float(allowed.flatten()[t]), inputs, own=worst_own, note=note,
+        )  # fmt: skip
+        if status != "agrees":
+            expected = own if departs and own is not None else a
+            index = first_bad(expected, b, judged if departs else errors, floor)
+            row.first_bad = index, float(expected[index]), float(b[index])
+        return row
+
+    def _choices(
+        self, name: str, a: Tensor, b: Tensor, own: Tensor | None, allowed: Tensor, floor: float,
+        inputs: dict[str, float], note: str,
+    ) -> Row:  # fmt: skip
+        """A set that differs is explained by scores at the cut that lie within both their allowed errors."""
+        step, _, layer = parse(name)
+        ranked = self.ranked.get((step, layer))
+        wrong, gap = differing_sets(a, b, None if ranked is None else ranked[0])
+        # Where the ranking was not recorded, inputs that are off explain everything.
+        gap = torch.where(gap.isinf() & (allowed > 2 * floor), 0, gap)
+        departs, worst_own = wrong & (gap > 2 * allowed), None
+        if own is not None:
+            other, gap = differing_sets(own, b, None if ranked is None else ranked[1])
+            departs, worst_own = other & (gap > 2 * floor), float(other.any())
+        self.errors[name] = wrong.double()
+        status = "departs" if departs.any() else "input wrong" if wrong.any() else "agrees"
+        share = float(wrong.double().mean())
+        row = Row(
+            name, status, share, math.nan, math.nan, float(wrong.any()), 0.0, 0.0, inputs, own=worst_own, note=note
+        )
+        if ranked is not None:
+            k = a.shape[-1]
+            x, y = (s.double().sort(dim=-1, descending=True, stable=True).indices[..., :k] for s in ranked)
+            row.same_order = float((x == y).all(dim=-1).double().mean())
+        if status != "agrees":
+            at = tuple(int(i) for i in (departs if departs.any() else wrong).nonzero()[0])
+            expected = a if own is None else own
+            place = int((expected[at] != b[at]).to(torch.int8).argmax())
+            row.first_bad = (*at, place), float(expected[at][place]), float(b[at][place])
+        return row
+
+    def hints(self, row: Row) -> list[str]:
+        """Where the numbers of a section that departs are wrong, and what they look like."""
+        if row.section.kind == "choices" or self.a.layout(row.name).shape != self.b.layout(row.name).shape:
+            return []
+        a, b = self.a.read(row.name), self.b.read(row.name)
+        if self.replay is not None and (own := self.replay(row.name)) is not None:
+            a = own.to(a.device)
+        if a.numel() > _LOOK_AT:
+            return []
+        axes = row.section.shape.split()
+        a, b = a.double().nan_to_num(0, 0, 0), b.double().nan_to_num(0, 0, 0)
+        return [h for h in (_where(a, b, axes, row.allowed), _factor(a, b), *_orders(a, b, axes)) if h]
+
+
+_LOOK_AT = 2**24  # numbers; looking for patterns takes some copies
+_AXES = {
+    "B": "rows", "T": "tokens", "S": "keys", "H": "heads", "G": "key/value heads", "d": "channels", "D": "channels",
+    "R": "relative channels", "K": "taps", "E": "experts", "k": "choices", "I": "expert channels", "n": "sources",
+    "q": "mixtures", "V": "logits",
+}  # fmt: skip
+
+
+def _where(a: Tensor, b: Tensor, axes: list[str], limit: float) -> str:
+    """Slices of every axis that are off, where not all of them are."""
+    parts = []
+    for axis, letter in enumerate(axes):
+        others = [n for n in range(a.dim()) if n != axis]
+        off = (b - a).square().sum(others) > limit**2 * a.square().sum(others).clamp(min=1e-300)
+        if a.shape[axis] > 1 and 0 < int(off.sum()) < len(off):
+            parts.append(f"{_AXES.get(letter, letter)} {_ranges(off.nonzero().flatten().tolist())} of {len(off)}")
+    return "only " + ", ".join(parts) if parts else ""
+
+
+def _ranges(numbers: list[int]) -> str:
+    """[0, 1, 2, 5] as 0-2, 5; the first few."""
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and n == runs[-1][1] + 1:
+            runs[-1][1] = n
+        else:
+            runs.append([n, n])
+    shown = [str(lo) if lo == hi else f"{lo}-{hi}" for lo, hi in runs[:4]]
+    return ", ".join(shown) + (", ..." if len(runs) > 4 else "")
+
+
+def _factor(a: Tensor, b: Tensor) -> str:
+    """Whether b is a multiple of a."""
+    norm = float(a.square().sum())
+    factor = float((a * b).sum()) / norm if norm else 1.0
+    rest = float((b - factor * a).square().sum() / b.square().sum().clamp(min=1e-300))
+    close = abs(factor - 1) < 1e-3 or rest > 1e-4
+    return "" if close else f"the second's numbers are {factor:.4g} times the reference's"
+
+
+def _orders(a: Tensor, b: Tensor, axes: list[str]) -> list[str]:
+    """Axes along which b holds a's slices in another order."""
+    found = []
+    for axis, letter in enumerate(axes):
+        n = a.shape[axis]
+        if not 2 <= n <= 1024:
+            continue
+        x, y = (t.movedim(axis, 0).reshape(n, -1) for t in (a, b))
+        x, y = (t[:, :: max(1, t.shape[1] // 4096)] for t in (x, y))
+        if x.shape[1] < 8:
+            continue
+        match = torch.nn.functional.normalize(y, dim=1) @ torch.nn.functional.normalize(x, dim=1).T
+        score, source = match.max(dim=1)
+        moved = source != torch.arange(n)
+        if float(score.median()) > 0.99 and int(moved.sum()) > n // 2 and float(match.diagonal().median()) < 0.9:
+            found.append(f"{_AXES.get(letter, letter)} are in another order: {_order(source.tolist())}")
+    return found
+
+
+def _order(source: list[int]) -> str:
+    n = len(source)
+    shifts = {s - i for i, s in enumerate(source[1:-1], start=1)}
+    if source == list(range(n))[::-1]:
+        return "reversed"
+    if len(shifts) == 1 and n > 3:
+        shift = shifts.pop()
+        return f"{abs(shift)} too {'late' if shift < 0 else 'early'}"
+    halves = [*range(0, n, 2), *range(1, n, 2)]
+    if source == halves:
+        return "even ones first, then odd ones (interleaved in the reference)"
+    if n % 2 == 0 and [source[i] for i in halves] == list(range(n)):
+        return "interleaved (halves in the reference)"
+    return ", ".join(map(str, source[:8])) + (", ..." if n > 8 else "")
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
