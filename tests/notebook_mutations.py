@@ -8,9 +8,20 @@ from collections.abc import Callable
 from typing import Any
 
 MUTATIONS: dict[str, list[tuple[str, Callable[[Any], Any]]]] = {
+    "residual": [
+        ("residual.mix", lambda f: lambda s, q, eps: f(s, q * q.shape[-1] ** 0.5, eps)),  # sqrt(D) forgotten
+        ("residual.mix_and_norm", lambda f: lambda s, q, *rest: f(s, q if q is None else -q, *rest)),  # the wrong end
+    ],
     "quantization": [
         ("quantization._unpack_e2m1", lambda f: lambda codes: f(codes >> 4 | codes << 4)),  # nibbles swapped
         ("quantization._nvfp4_round", lambda f: lambda w, amax, outer, target: f(w, amax, outer, 6.0)),  # never four
         ("quantization._mxfp8_round", lambda f: lambda w: (f(w)[0], f(w)[1] + 1)),  # the wrong power of two
+    ],
+    "attention": [
+        ("attention.l2_clip", lambda f: lambda u, threshold: f(u, 1.1 * threshold)),
+        ("attention.relative_bias", lambda f: lambda r, P, distance: f(r, P[:, :-1], distance)),  # extent one short
+        ("attention.softmax_with_sink", lambda f: lambda scores, sink: scores.softmax(-1)),  # no sink
+        ("attention.log_scale", lambda f: lambda u, t, *rest: f(u, t - 1, *rest)),  # counts from 0
+        ("attention.attend", lambda f: lambda *a: f(*a[:8], a[8] and a[8] + 1, *a[9:])),  # a window of W + 1
     ],
 }
