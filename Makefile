@@ -10,26 +10,36 @@ WORKERS ?= 2
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help run test lint lab figures bench clean
+.PHONY: help run test test-browser lint lab notebooks figures bench clean
 .DEFAULT_GOAL := help
 
 help:     ## list these targets
-	@grep -hE '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/'
+	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
 
 run: $(VENV)/installed  ## answer QUESTION about IMAGE with the shipped nano checkpoint
 	$(BIN)/inkling-ref ask "$$QUESTION" --image "$$IMAGE"
 
-test: $(VENV)/installed-test  ## every test, with every shape annotation checked
+test: $(VENV)/installed-test  ## every test, with every shape annotation checked; then every notebook
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --jaxtyping-packages=inkling_ref,beartype.beartype
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope -p no:python \
+		--nbval-lax --nbval-current-env --nbval-cell-timeout=120 notebooks
 
-lint: $(VENV)/installed-test  ## ruff: rules and format
+test-browser: $(VENV)/installed-test  ## JupyterLab in a real browser (chromium): run notebooks, move their sliders
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/browser.py
+
+lint: $(VENV)/installed-test  ## ruff: rules and format; notebooks: normal form, sizes, outputs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python -m pytest -q tests/test_notebook_lint.py
 
-lab: $(VENV)/installed-notebooks  ## open JupyterLab here
-	$(BIN)/jupyter lab
+lab: $(VENV)/installed-notebooks  ## open the notebooks in JupyterLab
+	$(BIN)/jupyter lab notebooks/00_tour.ipynb
 
-figures: $(VENV)/installed-notebooks  ## draw figures/ again
+notebooks: $(VENV)/installed-notebooks  ## run the notebooks again, in place, and put them in normal form
+	$(BIN)/python -m inkling_ref.notebook notebooks/*.ipynb
+
+figures: export INKLING_FIGURES = $(CURDIR)/figures
+figures: notebooks  ## draw figures/ again, and run the notebooks for their key figures
 	for script in figures/make_*.py; do $(BIN)/python "$$script" || exit 1; done
 
 bench: $(VENV)/installed-test  ## speed on this machine: load, first answer, decode, prefill
