@@ -60,9 +60,9 @@ def test_help_and_info_do_not_import_torch():
         assert run(code).splitlines()[-1] == "False"
 
 
-def test_every_module_imports_without_triton_and_gpu():
+def test_every_module_but_the_kernels_imports_without_triton_and_gpu():
     names = [".".join(p.relative_to(PACKAGE.parent).with_suffix("").parts) for p in PACKAGE.rglob("*.py")]
-    names = [name.removesuffix(".__init__") for name in names]
+    names = [name.removesuffix(".__init__") for name in names if not name.startswith("inkling_ref.kernels")]
     run("\n".join(["import importlib", *(f"importlib.import_module({name!r})" for name in sorted(names))]))
 
 

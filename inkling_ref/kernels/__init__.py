@@ -1,0 +1,54 @@
+"""Triton twins of the reference operations: the same stems, the same signatures, for inference.
+
+`kernels.attention.attend` takes the place of `attention.attend`, and so on. Kernels read float16, bfloat16 or float32,
+compute in float32 and round once, at the store; they are therefore a little more accurate in 16 bits than the
+reference, which rounds between its steps. Importing these modules needs Triton. With TRITON_INTERPRET=1 in the
+environment when Triton is first imported they run on a CPU (float32 and float16; its bfloat16 is wrong).
+"""
+
+from collections.abc import Callable
+
+import torch
+import triton
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..errors import InputError
+
+INTERPRETED = triton.knobs.runtime.interpret
+LOG2E: float = 1.4426950408889634  # exponentials are taken to base 2, the one that the hardware has
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def require(op: str, *tensors: Tensor) -> None:
+    """Refuse what the kernels cannot do.
+
+    Raises:
+        InputError: for a dtype that no kernel reads, a tensor on the wrong device, or one that wants a gradient.
+    """
+    device = "cpu" if INTERPRETED else "cuda"
+    for t in tensors:
+        if t.is_floating_point() and t.dtype not in _DTYPES:
+            raise InputError(f"triton {op}: {t.dtype}, expected float32, float16 or bfloat16")
+        if t.device.type != device:
+            raise InputError(f"triton {op}: a tensor on {t.device.type!r}, expected {device!r}")
+        if t.requires_grad and torch.is_grad_enabled():
+            raise InputError(f"triton {op}: the kernels have no backward pass, expected torch.inference_mode()")
+
+
+def processors(device: torch.device) -> int:
+    """Multiprocessors of the GPU: how many large programs run at one time. (The interpreter pretends to have 8.)"""
+    return 8 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+_PREPARED: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def prepared(parameter: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
+    """make(parameter), made once and again when the parameter has changed; forgotten with it."""
+    version = 0 if parameter.is_inference() else parameter._version
+    state = (make, parameter.data_ptr(), parameter.dtype, version)
+    known = _PREPARED.get(parameter)
+    if known is None or known[0] != state:
+        known = _PREPARED[parameter] = (state, make(parameter.detach()))
+    return known[1]

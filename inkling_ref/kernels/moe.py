@@ -1,0 +1,197 @@
+r"""Router and soft-capped SwiGLU.
+
+**Router.** The weight is float32, its input exactly bfloat16, and the matrix units multiply bfloat16. A float32 number
+has 24 significant bits, a bfloat16 one 8, so three of them carry it whole,
+
+$$ W = W_1 + W_2 + W_3, \qquad W_1 = \mathrm{bf16}(W), \; W_2 = \mathrm{bf16}(W - W_1), \; W_3 = W - W_1 - W_2 $$
+
+and three products with float32 sums are as good as one in float32, at 3/16 of its time. A few rows (decoding) are
+bound by the weight's bytes instead: they read W itself, 4 bytes a number and not 6, and multiply in float32.
+Choosing is a kernel of its own over [N, E] logits, one warp a token: score and id are packed into one integer, so that
+each of the k rounds is a single maximum and ties go to the lower id.
+
+**SwiGLU.** One pass over interleaved gate and up columns; tanh is a polynomial near zero, where the form with
+exponentials cancels.
+"""
+
+from typing import no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from . import prepared, require
+
+_FEW: int = 16  # rows up to which the router reads the float32 weight
+
+
+@triton.jit
+@no_type_check
+def _logits(
+    h_ptr, w_ptr, out_ptr, N, E, h_n,
+    D: tl.constexpr, TERMS: tl.constexpr, ROWS: tl.constexpr, EXPERTS: tl.constexpr, STEP: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Tile of h W^T, the weight as a sum of TERMS matrices [TERMS, E, D] in the dtype of h."""
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    experts = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
+    columns = tl.arange(0, STEP)
+    h_rows = h_ptr + rows[:, None].to(tl.int64) * h_n
+    w_rows = w_ptr + experts[:, None] * D
+    acc = tl.zeros([ROWS, EXPERTS], tl.float32)
+    for d0 in tl.range(0, D, STEP, num_stages=STAGES):
+        d = d0 + columns
+        inside = d[None, :] < D
+        h = tl.load(h_rows + d[None, :], mask=(rows[:, None] < N) & inside, other=0.0)
+        for i in tl.static_range(TERMS):
+            w = tl.load(w_rows + i * E * D + d[None, :], mask=(experts[:, None] < E) & inside, other=0.0)
+            acc = tl.dot(h, tl.trans(w), acc, input_precision="ieee")
+    mask = (rows[:, None] < N) & (experts[None, :] < E)
+    tl.store(out_ptr + rows[:, None] * E + experts[None, :], acc, mask=mask)
+
+
+@triton.jit
+@no_type_check
+def _logits_few(
+    h_ptr, w_ptr, out_ptr, N, E, h_n,
+    D: tl.constexpr, ROWS: tl.constexpr, EXPERTS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """All rows against a few experts, in float32; W is read once. Sums stay in the lanes until the end."""
+    rows, experts = tl.arange(0, ROWS), tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
+    columns = tl.arange(0, STEP)
+    acc = tl.zeros([ROWS, EXPERTS, STEP], tl.float32)
+    for d0 in tl.range(0, D, STEP, num_stages=STAGES):
+        d = d0 + columns
+        inside = d[None, :] < D
+        w = tl.load(w_ptr + experts[:, None] * D + d[None, :], mask=(experts[:, None] < E) & inside, other=0.0)
+        h = tl.load(h_ptr + rows[:, None] * h_n + d[None, :], mask=(rows[:, None] < N) & inside, other=0.0)
+        acc += h.to(tl.float32)[:, None, :] * w.to(tl.float32)[None, :, :]
+    mask = (rows[:, None] < N) & (experts[None, :] < E)
+    tl.store(out_ptr + rows[:, None] * E + experts[None, :], tl.sum(acc, 2), mask=mask)
+
+
+@triton.jit
+@no_type_check
+def _choose(
+    logit_ptr, bias_ptr, weight_ptr, id_ptr, E, route_scale,
+    k: tl.constexpr, PADDED_E: tl.constexpr, PADDED_K: tl.constexpr, NORMALIZE: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    experts, places = tl.arange(0, PADDED_E), tl.arange(0, PADDED_K)
+    real = experts < E
+    logit = tl.load(logit_ptr + token * E + experts, mask=real, other=0.0)
+    score = tl.sigmoid(logit) + tl.load(bias_ptr + experts, mask=real, other=0.0).to(tl.float32)
+    score = tl.where(score != score, float("inf"), score)  # NaN first, as a sort has it
+    # Float bits in an order that integers share: negative numbers have their other bits turned over.
+    bits = score.to(tl.int32, bitcast=True)
+    bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    order = (bits.to(tl.int64) << 32) | (PADDED_E - 1 - experts).to(tl.int64)  # of equals, the lower id
+    lowest = -0x7FFFFFFFFFFFFFFF
+    order = tl.where(real, order, lowest)
+    ids = tl.zeros([PADDED_K], tl.int32)
+    for i in tl.static_range(k):
+        best = tl.max(order, 0)
+        order = tl.where(order == best, lowest, order)
+        ids = tl.where(places == i, PADDED_E - 1 - (best & 0xFFFFFFFF).to(tl.int32), ids)
+    chosen = tl.load(logit_ptr + token * E + ids)
+    chosen = tl.where(places < k, tl.sigmoid(chosen), 0.0)
+    if NORMALIZE:
+        chosen = chosen / (tl.sum(chosen, 0) + 1e-20)
+    tl.store(weight_ptr + token * k + places, chosen * route_scale, mask=places < k)
+    tl.store(id_ptr + token * k + places, ids.to(tl.int64), mask=places < k)
+
+
+def bfloat16_terms(weight: Float[Tensor, "E D"]) -> Float[Tensor, "3 E D"]:
+    """Three bfloat16 matrices whose exact sum is the float32 `weight` (unless bits fall below 2^-133)."""
+    rest, terms = weight.float(), []
+    for _ in range(3):
+        terms.append(rest.bfloat16())
+        rest = rest - terms[-1]
+    return torch.stack(terms)
+
+
+def _one_term(weight: Float[Tensor, "E D"]) -> Float[Tensor, "1 E D"]:
+    return weight.float()[None].contiguous()
+
+
+def route(
+    h: Float[Tensor, "N D"],
+    weight: Float[Tensor, "E D"],
+    bias: Float[Tensor, " E"],
+    k: int,
+    scale: float,
+    normalize: bool = True,
+) -> tuple[Float[Tensor, "N k"], Int[Tensor, "N k"]]:
+    """Twin of `moe.route`: float32 weights and int64 ids, best first, ties to the lower id; NaN counts as largest.
+
+    bfloat16 `h` goes through three bfloat16 products, `h` of another dtype through one in float32.
+
+    Raises:
+        InputError: see `require`.
+    """
+    require("route", h, weight, bias)
+    (N, D), E = h.shape, weight.shape[0]
+    h, bias = h if h.stride(1) == 1 else h.contiguous(), bias.contiguous()
+    logits = torch.empty(N, E, dtype=torch.float32, device=h.device)
+    if N <= _FEW:
+        experts = 2
+        _logits_few[(triton.cdiv(E, experts),)](
+            h, prepared(weight, _one_term), logits, N, E, h.stride(0), D=D, ROWS=triton.next_power_of_2(N),
+            EXPERTS=experts, STEP=min(512, triton.next_power_of_2(D)), STAGES=4, num_warps=4,
+        )  # fmt: skip
+    else:
+        terms = prepared(weight, bfloat16_terms if h.dtype == torch.bfloat16 else _one_term)
+        if h.dtype != torch.bfloat16:
+            h = h.float()
+        rows, experts = 128, 128
+        _logits[(triton.cdiv(E, experts), triton.cdiv(N, rows))](
+            h, terms, logits, N, E, h.stride(0), D=D, TERMS=len(terms), ROWS=rows, EXPERTS=experts, STEP=64,
+            STAGES=3, num_warps=8,
+        )  # fmt: skip
+    weights = torch.empty(N, k, dtype=torch.float32, device=h.device)
+    ids = torch.empty(N, k, dtype=torch.int64, device=h.device)
+    _choose[(N,)](
+        logits, bias, weights, ids, E, scale, k=k, PADDED_E=triton.next_power_of_2(E),
+        PADDED_K=triton.next_power_of_2(k), NORMALIZE=normalize, num_warps=1,
+    )  # fmt: skip
+    return weights, ids
+
+
+@triton.jit
+@no_type_check
+def _tanh(x):
+    e = tl.exp(-2 * tl.abs(x))
+    far = (1 - e) / (1 + e)
+    far = tl.where(x < 0, -far, far)
+    x2 = x * x
+    near = x * (1 - x2 * (1 / 3 - x2 * (2 / 15 - x2 * (17 / 315))))
+    return tl.where(tl.abs(x) < 0.1, near, far)
+
+
+@triton.jit
+@no_type_check
+def _softcapped_swiglu(x_ptr, out_ptr, total, gate_cap, up_cap, BLOCK: tl.constexpr):
+    pairs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    both = tl.program_id(0).to(tl.int64) * (2 * BLOCK) + tl.arange(0, 2 * BLOCK)
+    x = tl.load(x_ptr + both, mask=both < 2 * total, other=0.0).to(tl.float32)
+    g, u = tl.split(tl.reshape(x, [BLOCK, 2]))
+    y = gate_cap * _tanh(g / gate_cap) * tl.sigmoid(g) * (up_cap * _tanh(u / up_cap))
+    tl.store(out_ptr + pairs, y.to(out_ptr.dtype.element_ty), mask=pairs < total)
+
+
+def softcapped_swiglu(gate_up: Float[Tensor, "N rows"], gate_cap: float, up_cap: float) -> Float[Tensor, "N I"]:
+    """Twin of `moe.softcapped_swiglu`: interleaved (g0, u0, g1, ...) columns; float32 inside, one rounding.
+
+    Raises:
+        InputError: see `require`.
+    """
+    require("softcapped_swiglu", gate_up)
+    gate_up = gate_up.contiguous()
+    out = torch.empty(len(gate_up), gate_up.shape[1] // 2, dtype=gate_up.dtype, device=gate_up.device)
+    block = 1024
+    _softcapped_swiglu[(triton.cdiv(out.numel(), block),)](
+        gate_up, out, out.numel(), float(gate_cap), float(up_cap), BLOCK=block, num_warps=4
+    )
+    return out
