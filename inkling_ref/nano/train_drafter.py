@@ -3,9 +3,9 @@ r"""Train a drafter for a frozen target, on the target's own answers.
     python -m inkling_ref.nano.train_drafter CHECKPOINT --minutes 3     # writes CHECKPOINT/mtp.safetensors
 
 **Data.** Prompts of the small world, weighted to long answers (a one-word answer cannot show a long acceptance); the
-target answers them, half greedily and half at temperature 1: a drafter must know what its target writes, not what is
-right. One pass of the target over the texts gives the taps and the teacher's hidden states. They are kept: the target
-is frozen, so that training itself never runs it.
+target answers them, greedily or at temperature 1: a drafter must know what its target writes, not what is right. One
+pass of the target over the texts gives the taps and the teacher's hidden states. They are kept: the target is frozen,
+so that training itself never runs it.
 
 **Blocks.** From every text a few anchors p are drawn within the answer; the block of each begins at p. All blocks of a
 text run in one pass, each seeing the context before its anchor and itself: what decoding would show it.
@@ -25,11 +25,10 @@ itself, and the third teaches the confidence head to foresee it.
 import argparse
 import json
 import math
-import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import count, takewhile
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +52,7 @@ from .rows import ANSWER, Row
 from .tasks import TASKS
 
 # How often each task is asked. "running text": tell a story.
-MIXTURE = {"caption": 6, "sum_thinking": 5, "running text": 5, "story": 1, "talk": 2, "count": 1, "position": 1}
+MIXTURE = {"caption": 6, "sum_thinking": 5, "running text": 10, "story": 1, "talk": 2, "count": 1, "position": 1}
 LENGTH, NEW_TOKENS, ANCHORS = 192, 96, 16  # of a text, of its answer, and blocks that a step takes of it
 
 
@@ -144,15 +143,18 @@ def answer(model: Inkling, made: list[Row], encoder: rows.Encoder, eos: int, tem
 
 
 def corpus(model: Inkling, encoder: rows.Encoder, eos: int, number: int, seed: int, chunk: int = 2048) -> Texts:
-    """`number` answers of the target to prompts of the mixture; every other chunk of them at temperature 1."""
-    made = []
+    """`number` answers of the target to prompts of the mixture.
+
+    Half of them at temperature 1, and all the running text: greedily a target knows only a few stories.
+    """
+    made: tuple[list[Row], list[Row]] = ([], [])  # by temperature
     for kind, share in MIXTURE.items():
-        made += prompts(kind, math.ceil(number * share / sum(MIXTURE.values())), seed, encoder)
-    random.Random(seed).shuffle(made)
-    chunk = min(chunk, math.ceil(len(made) / 2))
+        for i, row in enumerate(prompts(kind, math.ceil(number * share / sum(MIXTURE.values())), seed, encoder)):
+            made[1 if kind == "running text" else i % 2].append(row)
     parts = [
-        answer(model, made[i : i + chunk], encoder, eos, float(i // chunk % 2), seed + i)
-        for i in range(0, len(made), chunk)
+        answer(model, group[i : i + chunk], encoder, eos, float(temperature), seed + i)
+        for temperature, group in enumerate(made)
+        for i in range(0, len(group), chunk)
     ]
     return Texts(
         *(torch.cat([getattr(p, name) for p in parts]) for name in ("ids", "prompt", "end")),
@@ -301,8 +303,7 @@ def train(
         update = recorded(update)
     history: list[dict] = []
     started, noted = time.monotonic(), -1e9
-    progress = 0.0
-    for step in takewhile(lambda _: progress < 1, count()):
+    for step in count():
         elapsed = time.monotonic() - started
         progress = min(step / steps if steps else elapsed / seconds, 1.0)
         learning_rate.fill_(rate * min(1.0, (step + 1) / 50, 0.5 * (1 + math.cos(math.pi * progress))))
@@ -314,6 +315,8 @@ def train(
             acceptance = [round(x, 3) for x in parts.acceptance.tolist()]
             history.append({"step": step, "loss": round(parts.total.item(), 4), "acceptance": acceptance})
             log(f"{elapsed:6.1f} s  step {step:5d}  loss {history[-1]['loss']:.4f}  tau {parts.tokens_per_pass():.2f}")
+        if progress == 1:
+            break
     return history
 
 
