@@ -27,7 +27,8 @@ allowed error; what follows from another choice counts as input that is wrong, f
 
 In 16 bits the noise grows with depth and hides small faults. Replaying takes it away: the reference computes each
 section from the inputs that the *other* trace recorded, so that the result and what the other recorded differ by that
-section's own error alone, and only floor is allowed.
+section's own error alone, and only floor is allowed. What is left below it, rounding, has no preferred sign; an error
+whose mean depends on the value (another GELU, say) is told apart by `systematic`.
 """
 
 import math
@@ -48,10 +49,12 @@ from .trace import Trace, read_manifest
 
 ELEMENT = 8.0  # m_t counts an eighth: the largest of a million errors is about five times their rms
 SMALL = 0.1  # of the rms: vectors shorter than that are measured against it
+CERTAIN = 8.0  # standard errors
+SYSTEMATIC = 3e-5  # allowed by `systematic`, in 16 bits; finer dtypes see more in their floors
 _CHUNK = 2**20  # numbers that are in float64 at one time
 
 Status = Literal["agrees", "input wrong", "departs"]
-Replay = Callable[[str], Tensor | None]  # name of a section -> what the reference makes of the other's recorded inputs
+Replay = Callable[[str], Tensor]  # name of a section -> what the reference makes of the other's recorded inputs
 
 
 # --- Two tensors ---------------------------------------------------------------------------------------------------
@@ -105,14 +108,34 @@ def _sums(x: Tensor, y: Tensor) -> Float[Tensor, "6 tokens"]:
     return torch.stack([*squares, d.amax(1), ratio.amax(1)])
 
 
+def systematic(a: Tensor, b: Tensor) -> float:
+    """Relative RMS of the part of b - a that follows the value of a, as no rounding does: zero unless that is certain.
+
+    Rounding errors of either sign come alike. So the numbers are sorted by a, cut into bins, and the mean error of a
+    bin counts if it is over `CERTAIN` standard errors away from zero: a wrong formula shows far below one rounding.
+    """
+    a, b = a.flatten().double(), b.flatten().double()
+    bins = min(64, a.numel() // 64)
+    if bins < 4:
+        return 0.0
+    kept = a.argsort()[: a.numel() // bins * bins]
+    errors = (b - a)[kept].view(bins, -1)
+    mean, spread = errors.mean(dim=1), errors.std(dim=1) / math.sqrt(errors.shape[1])
+    sure = torch.where(mean.abs() > CERTAIN * spread, mean, 0).square().sum() * errors.shape[1]
+    return float((sure / a.square().sum()).sqrt().nan_to_num(nan=0.0))
+
+
 def first_bad(a: Tensor, b: Tensor, tokens: Tensor, limit: float) -> tuple[int, ...]:
     """Index of the first element, of the first token whose error is beyond `limit`, that is far off."""
     t = int((tokens.flatten() > limit).to(torch.int8).argmax())
     x, y = (s.reshape(tokens.numel(), -1)[t].double() for s in (a, b))
     ratio = ((y - x).abs() / (x.square().mean().sqrt() + x.abs())).nan_to_num(nan=math.inf)
     far = ratio >= min(float(ratio.max()), ELEMENT * limit)
-    flat = t * x.numel() + int(far.to(torch.int8).argmax())
-    return tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), a.shape))
+    flat, index = t * x.numel() + int(far.to(torch.int8).argmax()), []
+    for n in reversed(a.shape):  # torch.unravel_index imports sympy, which takes a second
+        flat, i = divmod(flat, n)
+        index.append(i)
+    return tuple(reversed(index))
 
 
 def differing_sets(a: Tensor, b: Tensor, biased: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -285,8 +308,8 @@ def compare(
     """Compare two traces, each a file, a `Trace`, or tensors by name.
 
     Args:
-        replay: gives what the reference makes of the other's recorded inputs (`functools.partial(replay, model,
-            trace)`), or None for a section that is not to be replayed.
+        replay: gives what the reference makes of the other's recorded inputs: `functools.partial(replay.replay, model,
+            other)`. Sections for which it raises InputError are compared as they were recorded.
         dtype: whose tolerances to use; None: the coarser of both manifests' and of the tensors'.
 
     Raises:
@@ -444,6 +467,15 @@ class _Walk:
         floor = own[self.dtype] + math.sqrt(sum(row[self.dtype] ** 2 for row in rows))
         return floor, max(row["gain"] for row in [own, *rows])
 
+    def replayed(self, name: str) -> Tensor | None:
+        """What the reference makes of the other's inputs; None where they are not recorded, or do not fit."""
+        if self.replay is None or not parse(name).section.inputs:
+            return None
+        try:
+            return self.replay(name).cpu()
+        except InputError:
+            return None
+
     def row(self, name: str) -> Row:
         step, section, layer = parse(name)
         la, lb = self.a.layout(name), self.b.layout(name)
@@ -459,19 +491,19 @@ class _Walk:
             note = f"shape {list(lb.shape)}, expected {list(la.shape)} = [{section.shape}]"
             return Row(name, "departs", math.inf, math.inf, math.nan, math.inf, floor, floor, inputs, note=note)
         a, b = self.a.read(name), self.b.read(name)
-        own = None
-        if self.replay is not None and (expected := self.replay(name)) is not None:
-            own = expected.to(a.device)
+        own = self.replayed(name)
         if section.kind == "choices":
             return self._choices(name, a, b, own, allowed, floor, inputs, note)
         if section.name.endswith(".biased"):
             self.ranked[step, layer] = (a, b) if own is None else (own, b)
         d = difference(a, b, axes)
         errors, judged, limit = d.tokens, d.tokens, allowed
-        worst_own = None
+        worst_own, bias = None, 0.0
         if own is not None:
             judged = difference(own, b, axes).tokens
             worst_own, limit = float(judged.max()), torch.full_like(allowed, floor)
+            if self.dtype in _SIXTEEN_BITS and section.tolerance != "attention":
+                bias = systematic(own, b)
         self.errors[name] = errors
         if (bad := int((~b.isfinite()).sum()) - int((~a.isfinite()).sum())) > 0:
             note = f"{bad} of {b.numel()} numbers are NaN or infinite"
@@ -480,7 +512,9 @@ class _Walk:
         beyond = judged > limit
         # Where the choice of experts is not recorded, a near tie may have turned any token: half of them must be off.
         blind = own is None and any(name.endswith(".chosen") for name in hidden) and self.dtype in _SIXTEEN_BITS
-        departs = bool(beyond.double().mean() > 0.5) if blind else bool(beyond.any())
+        departs = bool(beyond.double().mean() > 0.5) if blind else bool(beyond.any()) or bias > SYSTEMATIC
+        if bias > SYSTEMATIC and not beyond.any():
+            note = f"within rounding, but the error follows the value: {bias:.1e} of it is systematic"
         status = "departs" if departs else "input wrong" if bool((errors > floor).any()) else "agrees"
         row = Row(
             name, status, d.relative_rms, d.max_abs, d.cosine,
@@ -529,8 +563,8 @@ class _Walk:
         if row.section.kind == "choices" or self.a.layout(row.name).shape != self.b.layout(row.name).shape:
             return []
         a, b = self.a.read(row.name), self.b.read(row.name)
-        if self.replay is not None and (own := self.replay(row.name)) is not None:
-            a = own.to(a.device)
+        own = self.replayed(row.name)
+        a = a if own is None else own
         if a.numel() > _LOOK_AT:
             return []
         axes = row.section.shape.split()
