@@ -46,7 +46,7 @@ def replay(model: Any, recorded: Trace, name: str) -> Tensor:
     """
     step, section, layer = parse(name)
     try:
-        return _At(model, recorded, step, layer).compute(section.name)
+        return _At(model, recorded, step, layer, {}).compute(section.name)
     except (RuntimeError, LookupError, TypeError) as error:
         reason = str(error).partition("\n")[0]
         raise InputError(f"replay of {name}: the recorded inputs do not fit this model ({reason})") from None
@@ -60,13 +60,16 @@ class _At:
     recorded: Trace
     step: int
     layer: int | None
+    replayed: dict[str, Tensor]  # what was not recorded, once computed
 
     def __call__(self, pattern: str, layer: int | None = None, step: int | None = None) -> Tensor:
         """A section of this layer and step, or of the given ones, as it was recorded, or else replayed."""
         layer, step = self.layer if layer is None else layer, self.step if step is None else step
-        x = self.recorded.tensors.get(name_of(pattern, layer, step))
-        if x is None:
-            return replace(self, layer=layer, step=step).compute(pattern)
+        name = name_of(pattern, layer, step)
+        if (x := self.recorded.tensors.get(name)) is None:
+            if name not in self.replayed:
+                self.replayed[name] = replace(self, layer=layer, step=step).compute(pattern)
+            return self.replayed[name]
         x = x.to(self.model.device)
         if not x.is_floating_point():
             return x

@@ -503,10 +503,10 @@ def _concrete(pattern: str, layer: int | None, recorded: Collection[str]) -> lis
 
 
 def _layers(pattern: str, recorded: Collection[str]) -> int:
-    """One more than the highest layer among the recorded names that begin as the pattern does."""
-    stem = pattern.partition("{")[0]
-    numbers = [int(m[1]) for m in (re.match(rf"(?:step\.\d+\.)?{stem}(\d+)\.", name) for name in recorded) if m]
-    return max(numbers, default=-1) + 1
+    """One more than the highest layer of the text model, or of the encoder, that recorded names tell of."""
+    stem = "vision" if pattern.startswith("vision") else "layer|residual|moe"
+    found = (re.match(rf"(?:step\.\d+\.)?(?:{stem})\.(\d+)\.", name) for name in recorded)
+    return max((int(match[1]) for match in found if match), default=-1) + 1
 
 
 def equations(section: Section) -> list[str]:

@@ -326,11 +326,13 @@ def _see_mixtures(
 
 
 def bias_by_position(attend: dict[str, Any], lengths: list[int]) -> Float[Tensor, "B T H S"]:
-    """Relative bias of every key by its position, for the operands of `attend`; lengths: positions before each row."""
-    r, T = attend["r"].transpose(1, 2), attend["r"].shape[1]
+    """Relative bias of every visible key by its position, for the operands of `attend`; lengths: before each row."""
+    r, T, window = attend["r"].transpose(1, 2), attend["r"].shape[1], attend["window"]
     first = torch.tensor(lengths, device=r.device)[:, None, None]
     distance = attention.distances(first, range(T), range(max(lengths) + T), r.device)
-    return attention.relative_bias(r, attend["profiles"], distance).transpose(1, 2)
+    hidden = (distance < 0) | (distance >= (window or distance.shape[-1]))
+    bias = attention.relative_bias(r, attend["profiles"], distance)
+    return bias.masked_fill(hidden[:, None], 0).transpose(1, 2)
 
 
 def context(ops: Backend, attend: dict[str, Any], v: Tensor | None = None) -> Float[Tensor, "B T H d"]:
@@ -395,10 +397,16 @@ def expert_outputs(ops: Backend, experts: dict[str, Any], w2: ExpertMatrix | Non
 
 
 def activations(ops: Backend, experts: dict[str, Any]) -> Float[Tensor, "N k I"]:
-    """What W_2 reads: the outputs with the unit matrix in its place."""
+    """What W_2 reads: the outputs with unit vectors as its rows, D of the I at a time."""
     h, (E, rows, _) = experts["h"], experts["w13"].weight.shape
-    unit = torch.eye(rows // 2, dtype=h.dtype, device=h.device).expand(E, -1, -1)
-    return expert_outputs(ops, experts, ExpertMatrix(unit))
+    D, I = h.shape[1], rows // 2
+    chunks = []
+    for start in range(0, I, D):
+        part = torch.arange(start, min(start + D, I), device=h.device)
+        w2 = h.new_zeros(D, I)
+        w2[part - start, part] = 1
+        chunks.append(expert_outputs(ops, experts, ExpertMatrix(w2.expand(E, -1, -1)))[..., : len(part)])
+    return torch.cat(chunks, dim=-1)
 
 
 def router_scores(gate: Any, h: Float[Tensor, "*N D"]) -> Float[Tensor, "*N E"]:
