@@ -36,6 +36,7 @@ from torch.nn import functional as F
 
 from .. import __version__, attention, residual, vision
 from ..backends import Backend
+from ..config import InklingConfig
 from ..errors import InputError
 from ..generation import _read_rows
 from ..moe import ExpertMatrix
@@ -492,6 +493,84 @@ def _watch_pictures(visual: Any, put: Callable, after: Callable, before: Callabl
 # --- Running it ----------------------------------------------------------------------------------------------------
 
 
+@dataclass
+class Run:
+    """The arguments of a trace, checked, and the tokens that it decodes: what every implementation's trace shares.
+
+    rows: prompts without padding; steps: how many tokens to decode; forced: these, or None for the likeliest.
+    """
+
+    rows: list[list[int]]
+    steps: int
+    forced: list[list[int]] | None
+    recording: Recording
+
+    @classmethod
+    def read(
+        cls,
+        config: InklingConfig,
+        input_ids: Any,
+        attention_mask: Any,
+        decode: Any,
+        layers: Sequence[int] | None,
+        sections: Sequence[str] | None,
+        positions: Sequence[int] | None,
+    ) -> "Run":
+        """Arguments as of `trace`. Raises InputError."""
+        text = config.text
+        rows = _read_rows(input_ids, attention_mask, text.unpadded_vocab_size)
+        T, forced = max(map(len, rows)), None
+        if not isinstance(decode, int):
+            forced = _read_rows(decode, None, text.unpadded_vocab_size)
+            if len(forced) != len(rows) or len({len(row) for row in forced}) != 1:
+                lengths = [*map(len, forced)]
+                raise InputError(f"decode: rows of {lengths} tokens, expected equally many for each of {len(rows)}")
+        steps = decode if forced is None else len(forced[0])
+        if steps < 0 or T + steps > text.max_position_embeddings:
+            longest = text.max_position_embeddings
+            raise InputError(f"decode: {steps} tokens after {T}, expected at least 0 and at most {longest} together")
+        if positions is not None:
+            if not positions or not all(-T <= p < T for p in positions):
+                raise InputError(f"positions: {list(positions)}, expected some of {-T} to {T - 1}")
+            positions = sorted({p % T for p in positions})
+        L = text.num_hidden_layers
+        if layers is not None and not all(0 <= i < L for i in layers):
+            raise InputError(f"layers: {list(layers)}, expected numbers from 0 to {L - 1}")
+        return cls(rows, steps, forced, Recording(chooser(sections, layers), positions))
+
+    def decode(self, last: Float[Tensor, "B V"], forward: Callable[[int, list[int]], Float[Tensor, "B V"]]) -> list:
+        """Every step's tokens through `forward(step, tokens)`, which returns the logits after them; `last`: before.
+
+        Returns: the tokens of every row.
+        """
+        decoded: list[list[int]] = [[] for _ in self.rows]
+        for step in range(1, self.steps + 1):
+            new = last.argmax(dim=-1).tolist() if self.forced is None else [row[step - 1] for row in self.forced]
+            for row, token in zip(decoded, new, strict=True):
+                row.append(token)
+            self.recording.begin(step, [len(row) + step - 1 for row in self.rows], [1] * len(self.rows))
+            last = forward(step, new)
+        return decoded
+
+    def finish(self, decoded: list[list[int]], config: InklingConfig, image_grid_thw: Any, **about: Any) -> Trace:
+        """The trace; `about` joins the manifest."""
+        manifest = {
+            "version": VERSION,
+            "config": config.to_dict(),
+            "prompt": self.rows,
+            "decoded": decoded,
+            "positions": self.recording.positions,
+            "images": [] if image_grid_thw is None else image_grid_thw.tolist(),
+            "versions": {
+                "inkling_ref": __version__,
+                "torch": str(torch.__version__),
+                "python": platform.python_version(),
+                **about.pop("versions", {}),
+            },
+        }
+        return Trace(self.recording.finish(), {**manifest, **about})
+
+
 @torch.inference_mode()
 def trace(
     model: Any,
@@ -521,59 +600,35 @@ def trace(
     Raises:
         InputError: an argument that cannot be used.
     """
-    rows = _read_rows(input_ids, attention_mask, model.config.text.unpadded_vocab_size)
-    counts, T = [len(row) for row in rows], max(map(len, rows))
-    forced = None if isinstance(decode, int) else _read_rows(decode, None, model.config.text.unpadded_vocab_size)
-    if forced is not None and (len(forced) != len(rows) or len({len(row) for row in forced}) != 1):
-        raise InputError(f"decode: rows of {[*map(len, forced)]} tokens, expected equally many for each of {len(rows)}")
-    steps = decode if forced is None else len(forced[0])
-    if steps < 0 or T + steps > model.config.text.max_position_embeddings:
-        longest = model.config.text.max_position_embeddings
-        raise InputError(f"decode: {steps} tokens after {T}, expected at least 0 and at most {longest} together")
-    if positions is not None:
-        if not all(-T <= p < T for p in positions) or not positions:
-            raise InputError(f"positions: {list(positions)}, expected some of {-T} to {T - 1}")
-        positions = sorted({p % T for p in positions})
-    L = model.config.text.num_hidden_layers
-    if layers is not None and not all(0 <= i < L for i in layers):
-        raise InputError(f"layers: {list(layers)}, expected numbers from 0 to {L - 1}")
-
-    recording = Recording(chooser(sections, layers), positions)
-    ids = torch.tensor([row + [0] * (T - len(row)) for row in rows], device=model.device)
-    mask = torch.arange(T, device=model.device) < torch.tensor(counts, device=model.device)[:, None]
-    decoded: list[list[int]] = [[] for _ in rows]
+    run = Run.read(model.config, input_ids, attention_mask, decode, layers, sections, positions)
+    recording, counts, device = run.recording, [len(row) for row in run.rows], model.device
+    T = max(counts)
+    ids = torch.tensor([row + [0] * (T - len(row)) for row in run.rows], device=device)
+    mask = torch.arange(T, device=device) < torch.tensor(counts, device=device)[:, None]
     with watched(model, recording):
         features = None
         if pixel_values is not None:
             features = _features(model, pixel_values, image_grid_thw, recording)
-        cache = model.new_cache(len(rows), rollback=0) if steps else None
-        recording.begin(0, [0] * len(rows), counts)
+        cache = model.new_cache(len(counts), rollback=0) if run.steps else None
+        recording.begin(0, [0] * len(counts), counts)
         logits = model(ids, cache=cache, attention_mask=None if mask.all() else mask, image_features=features).logits
         recording.put("logits", logits)
-        last = torch.stack([row[n - 1] for row, n in zip(logits, counts, strict=True)])
-        for step in range(1, steps + 1):
-            new = last.argmax(dim=-1).tolist() if forced is None else [row[step - 1] for row in forced]
-            for row, token in zip(decoded, new, strict=True):
-                row.append(token)
-            recording.begin(step, list(cache.lengths), [1] * len(rows))
-            logits = model(torch.tensor(new, device=model.device)[:, None], cache=cache).logits
-            recording.put("logits", logits)
-            last = logits[:, -1]
 
-    manifest = {
-        "version": VERSION,
-        "implementation": "inkling_ref",
-        "versions": {"inkling_ref": __version__, "torch": torch.__version__, "python": platform.python_version()},
-        "config": model.config.to_dict(),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "device": model.device.type,
-        "backend": model.kernel_report(),
-        "prompt": rows,
-        "decoded": decoded,
-        "positions": positions,
-        "images": [] if image_grid_thw is None else image_grid_thw.tolist(),
-    }
-    return Trace(recording.finish(), manifest)
+        def step(_: int, tokens: list[int]) -> Float[Tensor, "B V"]:
+            logits = model(torch.tensor(tokens, device=device)[:, None], cache=cache).logits
+            recording.put("logits", logits)
+            return logits[:, -1]
+
+        decoded = run.decode(torch.stack([row[n - 1] for row, n in zip(logits, counts, strict=True)]), step)
+    return run.finish(
+        decoded,
+        model.config,
+        image_grid_thw,
+        implementation="inkling_ref",
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=device.type,
+        backend=model.kernel_report(),
+    )
 
 
 def _features(model: Any, pixel_values: Tensor, image_grid_thw: Tensor | None, recording: Recording) -> Tensor:
