@@ -24,4 +24,16 @@ MUTATIONS: dict[str, list[tuple[str, Callable[[Any], Any]]]] = {
         ("attention.log_scale", lambda f: lambda u, t, *rest: f(u, t - 1, *rest)),  # counts from 0
         ("attention.attend", lambda f: lambda *a: f(*a[:8], a[8] and a[8] + 1, *a[9:])),  # a window of W + 1
     ],
+    "model": [
+        ("residual.DepthState.close_block", lambda f: lambda depth: depth),  # the old sum runs on
+        ("model.TextModel.logits", lambda f: lambda self, hidden: self.unembed(hidden)),  # no soft cap
+        ("cache.Cache.crop", lambda f: lambda self, length: setattr(self, "lengths", [length - 1])),  # one too many
+        ("measure.cost.cache_bytes", lambda f: lambda config, S: f(config, S + 1)),
+    ],
+    "vision": [
+        ("vision.patchify", lambda f: lambda tiles, merge: f(tiles.transpose(2, 3), merge)),  # columns before rows
+        ("vision.position_weights", lambda f: lambda place, size, *rest: f(place.flip(-1), size.flip(-1), *rest)),
+        ("vision.rotary_angles", lambda f: lambda place, d, theta: f(place.flip(-1), d, theta)),
+        ("vision.LayerScale.forward", lambda f: lambda self, x, y: x + y),
+    ],
 }
