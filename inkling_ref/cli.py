@@ -404,6 +404,37 @@ def _numbers(option: str, text: str) -> list[int]:
 
 
 @app.command()
+def compare(
+    reference: Annotated[Path, typer.Argument(help="A trace: what the numbers should be.")],
+    port: Annotated[Path, typer.Argument(help="Another, or any safetensors file of tensors with these names.")],
+    everything: Annotated[bool, typer.Option("--all", help="Show every section.")] = False,
+    replay: Annotated[
+        str | None,
+        typer.Option(help="Compare these sections alone (patterns, or all): the reference runs on the port's inputs."),
+    ] = None,
+    checkpoint: Annotated[Path, typer.Option(help="For --replay: the weights that both ran with.")] = NANO,
+    dtype: Annotated[str | None, typer.Option(help="Whose tolerances; default: the coarser of both traces'.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write everything to this file too.")] = None,
+    html_file: Annotated[Path | None, typer.Option("--html", help="Write a page with plots to this file too.")] = None,
+) -> int:
+    """Name the first section of a forward pass in which two traces part. Exit status: 0 they agree, 1 they part."""
+    for path in (json_file, html_file):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise InputError(f"{path.absolute().parent}: not found, expected a folder for the report")
+    with _importing():
+        from .measure import compare as comparing
+        from .measure import report
+
+    replayed = replay and comparing.replayer(checkpoint, port)
+    found = comparing.compare(reference, port, replayed, replay and replay.split(","), dtype)
+    report.show(found, everything)
+    for path, make in ((json_file, report.to_json), (html_file, report.to_html)):
+        if path is not None:
+            report.write(path, make(found))
+    return found.exit_status
+
+
+@app.command()
 def info(
     checkpoint: Annotated[Path | None, typer.Option(help="Folder with a config.json.")] = None,
     preset: Annotated[

@@ -18,7 +18,7 @@ Floor and gain stand in `sections.TOLERANCES`, by kind of section and by dtype; 
 where a convolution or an attention reads them. So a section
 
 - *agrees*: no token's error is beyond floor;
-- has its *input wrong*: some are, within what is allowed;
+- has *carried* an error through: some are, within what is allowed; its input was already wrong;
 - *departs*: some are beyond what is allowed. The first to do so in data-flow order is the verdict: it adds an error
   that its inputs do not explain.
 
@@ -32,9 +32,13 @@ whose mean depends on the value (another GELU, say) is told apart by `systematic
 """
 
 import math
-from collections.abc import Callable, Mapping
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,10 +46,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from ..checkpoint import load
 from ..errors import InputError
 from ..tensor_files import CheckpointReader, Layout
+from .replay import replay
 from .sections import TOLERANCES, Section, _direct_inputs, order, parse
-from .trace import Trace, read_manifest
+from .trace import VERSION, Trace, chooser, read_manifest
 
 ELEMENT = 8.0  # m_t counts an eighth: the largest of a million errors is about five times their rms
 SMALL = 0.1  # of the rms: vectors shorter than that are measured against it
@@ -53,7 +59,7 @@ CERTAIN = 8.0  # standard errors
 SYSTEMATIC = 3e-5  # allowed by `systematic`, in 16 bits; finer dtypes see more in their floors
 _CHUNK = 2**20  # numbers that are in float64 at one time
 
-Status = Literal["agrees", "input wrong", "departs"]
+Status = Literal["agrees", "carried", "departs"]
 Replay = Callable[[str], Tensor]  # name of a section -> what the reference makes of the other's recorded inputs
 
 
@@ -302,14 +308,16 @@ class Comparison:
 def compare(
     reference: "str | Path | Trace | Mapping[str, Tensor]",
     other: "str | Path | Trace | Mapping[str, Tensor]",
-    replay: Replay | None = None,
+    replayed: Replay | None = None,
+    sections: Sequence[str] | None = None,
     dtype: str | None = None,
 ) -> Comparison:
     """Compare two traces, each a file, a `Trace`, or tensors by name.
 
     Args:
-        replay: gives what the reference makes of the other's recorded inputs: `functools.partial(replay.replay, model,
+        replayed: gives what the reference makes of the other's recorded inputs: `functools.partial(replay, model,
             other)`. Sections for which it raises InputError are compared as they were recorded.
+        sections: compare these alone, patterns as `trace` takes them; None: all.
         dtype: whose tolerances to use; None: the coarser of both manifests' and of the tensors'.
 
     Raises:
@@ -325,9 +333,12 @@ def compare(
         common = sorted(a.names & known, key=order)
         if not common:
             some = ", ".join(sorted(b.names)[:3]) or "nothing"
-            raise InputError(f"compare: no section in common (the second has {some}), expected names as in sections.py")
-        walk = _Walk(a, b, set(common), dtype, replay)
-        rows = [walk.row(name) for name in common]
+            raise InputError(f"compare: no section in common (the port has {some}), expected names as in sections.py")
+        walk = _Walk(a, b, set(common), dtype, replayed)
+        wanted = chooser(["all"] if sections is None else sections)
+        rows = [walk.row(name) for name in common if wanted(name.removeprefix(f"step.{parse(name).step}."))]
+        if not rows:
+            raise InputError(f"compare: both traces lack {', '.join(sections)}, expected sections that both have")
         first = next((row for row in rows if row.status == "departs"), None)
         between, hints = [], []
         if first is not None:
@@ -346,6 +357,13 @@ def compare(
             extra,
             notes,
         )
+
+
+def replayer(checkpoint: str | Path, other: str | Path) -> Replay:
+    """`replayed` for `compare`, from files: the checkpoint's weights in the other trace's dtype."""
+    recorded = Trace.read(other)
+    model = load(checkpoint, dtype=getattr(torch, recorded.manifest.get("dtype", "float32")))
+    return partial(replay, model, recorded)
 
 
 _SIXTEEN_BITS = ("float16", "bfloat16")
@@ -381,7 +399,7 @@ def _aligned(a: Recorded, b: Recorded) -> tuple[Recorded, list[str]]:
     notes: list[str] = []
     x, y = a.manifest, b.manifest
     if not y:
-        return a, ["the second trace has no manifest: prompt, config and dtype are taken to be the first's"]
+        return a, ["the port's trace has no manifest: its prompt and config are not checked"]
     if x.get("prompt") and y.get("prompt") and x["prompt"] != y["prompt"]:
         steps = {len(row) for row in y["decoded"]}
         continued = [row + more for row, more in zip(y["prompt"], y["decoded"], strict=True)]
@@ -395,13 +413,11 @@ def _aligned(a: Recorded, b: Recorded) -> tuple[Recorded, list[str]]:
         if key in x and key in y and x[key] != y[key]:
             raise InputError(f"compare: other {key}: {x[key]} and {y[key]}")
     notes += [
-        f"config: {key} is {left!r}, the second's {right!r}"
+        f"config: {key} is {left!r}, the port's {right!r}"
         for key, left, right in _differences(x.get("config"), y.get("config"))
     ]
     notes += [
-        f"{key}: {x[key]}, the second's {y[key]}"
-        for key in ("dtype",)
-        if x.get(key) and y.get(key) and x[key] != y[key]
+        f"{key}: {x[key]}, the port's {y[key]}" for key in ("dtype",) if x.get(key) and y.get(key) and x[key] != y[key]
     ]
     return a, notes
 
@@ -446,7 +462,9 @@ class _Walk:
         patterns = [pattern for n in (name, *hidden) for pattern in parse(n).section.inputs]
         reads_past = any(pattern.startswith("..") for pattern in patterns)
         for other in names:
-            e = self.errors[other]
+            e = self.errors.get(other)
+            if e is None:  # not to be compared
+                continue
             if parse(other).step != step and e.dim() == 2 == len(shape):
                 e = e.amax(dim=1, keepdim=True)
             elif len(shape) != 2 or e.shape != shape:
@@ -484,7 +502,7 @@ class _Walk:
         floor, gain = self.limits(section, hidden)
         incoming = self.incoming(name, names, hidden, la.shape[:axes])
         allowed = floor + gain * incoming
-        inputs = {n: float(self.errors[n].max()) if self.errors[n].numel() else 0.0 for n in names}
+        inputs = {n: float(e.max()) if e.numel() else 0.0 for n in names if (e := self.errors.get(n)) is not None}
         note = "" if la.dtype == lb.dtype else f"{_short(lb.dtype)} here, {_short(la.dtype)} in the reference"
         if la.shape != lb.shape:
             self.errors[name] = torch.full(la.shape[:axes], math.inf, dtype=torch.float64)
@@ -515,7 +533,7 @@ class _Walk:
         departs = bool(beyond.double().mean() > 0.5) if blind else bool(beyond.any()) or bias > SYSTEMATIC
         if bias > SYSTEMATIC and not beyond.any():
             note = f"within rounding, but the error follows the value: {bias:.1e} of it is systematic"
-        status = "departs" if departs else "input wrong" if bool((errors > floor).any()) else "agrees"
+        status = "departs" if departs else "carried" if bool((errors > floor).any()) else "agrees"
         row = Row(
             name, status, d.relative_rms, d.max_abs, d.cosine,
             0.0 if t is None else float(errors.flatten()[t]), floor,
@@ -542,7 +560,7 @@ class _Walk:
             other, gap = differing_sets(own, b, None if ranked is None else ranked[1])
             departs, worst_own = other & (gap > 2 * floor), float(other.any())
         self.errors[name] = wrong.double()
-        status = "departs" if departs.any() else "input wrong" if wrong.any() else "agrees"
+        status = "departs" if departs.any() else "carried" if wrong.any() else "agrees"
         share = float(wrong.double().mean())
         row = Row(
             name, status, share, math.nan, math.nan, float(wrong.any()), 0.0, 0.0, inputs, own=worst_own, note=note
@@ -573,34 +591,35 @@ class _Walk:
 
 
 _LOOK_AT = 2**24  # numbers; looking for patterns takes some copies
+_FEW = 3  # runs of an axis that are worth naming
 _AXES = {
     "B": "rows", "T": "tokens", "S": "keys", "H": "heads", "G": "key/value heads", "d": "channels", "D": "channels",
     "R": "relative channels", "K": "taps", "E": "experts", "k": "choices", "I": "expert channels", "n": "sources",
-    "q": "mixtures", "V": "logits",
+    "q": "mixtures", "V": "logits", "3": "colours",
 }  # fmt: skip
 
 
 def _where(a: Tensor, b: Tensor, axes: list[str], limit: float) -> str:
-    """Slices of every axis that are off, where not all of them are."""
+    """Slices of every axis that are off, where they are few runs and not all of the axis."""
     parts = []
     for axis, letter in enumerate(axes):
         others = [n for n in range(a.dim()) if n != axis]
         off = (b - a).square().sum(others) > limit**2 * a.square().sum(others).clamp(min=1e-300)
-        if a.shape[axis] > 1 and 0 < int(off.sum()) < len(off):
-            parts.append(f"{_AXES.get(letter, letter)} {_ranges(off.nonzero().flatten().tolist())} of {len(off)}")
+        runs = _runs(off.nonzero().flatten().tolist())
+        if 1 <= len(runs) <= _FEW and int(off.sum()) < len(off):
+            parts.append(f"{_AXES.get(letter, letter)} {', '.join(runs)} of {len(off)}")
     return "only " + ", ".join(parts) if parts else ""
 
 
-def _ranges(numbers: list[int]) -> str:
-    """[0, 1, 2, 5] as 0-2, 5; the first few."""
+def _runs(numbers: list[int]) -> list[str]:
+    """[0, 1, 2, 5] as 0-2, 5."""
     runs: list[list[int]] = []
     for n in numbers:
         if runs and n == runs[-1][1] + 1:
             runs[-1][1] = n
         else:
             runs.append([n, n])
-    shown = [str(lo) if lo == hi else f"{lo}-{hi}" for lo, hi in runs[:4]]
-    return ", ".join(shown) + (", ..." if len(runs) > 4 else "")
+    return [str(lo) if lo == hi else f"{lo}-{hi}" for lo, hi in runs]
 
 
 def _factor(a: Tensor, b: Tensor) -> str:
@@ -609,7 +628,7 @@ def _factor(a: Tensor, b: Tensor) -> str:
     factor = float((a * b).sum()) / norm if norm else 1.0
     rest = float((b - factor * a).square().sum() / b.square().sum().clamp(min=1e-300))
     close = abs(factor - 1) < 1e-3 or rest > 1e-4
-    return "" if close else f"the second's numbers are {factor:.4g} times the reference's"
+    return "" if close else f"the port's numbers are {factor:.4g} times the reference's"
 
 
 def _orders(a: Tensor, b: Tensor, axes: list[str]) -> list[str]:
@@ -649,3 +668,41 @@ def _order(source: list[int]) -> str:
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+# --- What it takes -------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """`python -m inkling_ref.measure.compare`: what it takes to compare two traces of 200 MB with Small's shapes."""
+    rows = {"attention.q": (48, 128), "attention.gated": (48, 128), "attention.out": (4608,), "conv_attn": (4608,)}
+    rows |= {"after_attention": (4608,), "conv_mlp": (4608,), "out": (4608,)}
+    generator = torch.Generator().manual_seed(0)
+    with tempfile.TemporaryDirectory() as folder:
+        names = [Path(folder) / f"{side}.safetensors" for side in "ab"]
+        for path, noise in zip(names, (0.0, 1e-3), strict=True):
+            tensors = {}
+            for i in range(6):
+                for name, shape in rows.items():
+                    x = torch.randn(1, 470, *shape, generator=torch.Generator().manual_seed(i))
+                    x += noise * torch.randn(x.shape, generator=generator)
+                    tensors[f"layer.{i}.{name}"] = x.bfloat16()
+            trace = Trace(tensors, {"version": VERSION, "dtype": "bfloat16"})
+            trace.save(path)
+            size = trace.nbytes
+        command = [sys.executable, "-c", _MEASURED, *map(str, names)]
+        print(f"two traces of {size / 1e6:.0f} MB:", flush=True)
+        subprocess.run(command, check=True)
+
+
+_MEASURED = """
+import resource, sys, time
+from inkling_ref.measure.compare import compare
+start = time.perf_counter()
+found = compare(*sys.argv[1:])
+seconds, memory = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+print(f"{len(found.rows)} sections in {seconds:.1f} s, at most {memory:.0f} MB of memory")
+"""
+
+if __name__ == "__main__":
+    main()
