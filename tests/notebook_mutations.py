@@ -8,6 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 MUTATIONS: dict[str, list[tuple[str, Callable[[Any], Any]]]] = {
+    "short_conv": [
+        ("short_conv.short_conv", lambda f: lambda u, weight, *rest: f(u, weight.flip(-1), *rest)),  # the file's order
+        ("short_conv.dynamic_short_conv", lambda f: lambda u, taps, *rest: f(u, taps.flip(2), *rest)),  # heads swapped
+        ("short_conv.with_history", lambda f: lambda x, past, state: f(x, past, None)),  # nothing kept between calls
+    ],
     "residual": [
         ("residual.mix", lambda f: lambda s, q, eps: f(s, q * q.shape[-1] ** 0.5, eps)),  # sqrt(D) forgotten
         ("residual.mix_and_norm", lambda f: lambda s, q, *rest: f(s, q if q is None else -q, *rest)),  # the wrong end
