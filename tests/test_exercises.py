@@ -20,7 +20,7 @@ def named(module: str, kind: str) -> list[tuple[str, str]]:
 
 EXERCISES = [exercise for module in MODULES for exercise in named(module, "check")]
 WRONG = [exercise for module in MODULES for exercise in named(module, "wrong")]
-each = pytest.mark.parametrize(("module", "number"), EXERCISES, ids="-".join)
+each = pytest.mark.parametrize(("module", "number"), EXERCISES, ids=["-".join(e) for e in EXERCISES])
 
 
 def get(module: str, kind: str, number: str) -> Callable:
