@@ -96,8 +96,8 @@ def read(
     if unknown:
         warnings.warn(f"tensors that the map does not name ignored: {', '.join(sorted(set(unknown)))}", stacklevel=2)
     for name, tensor in tensors.items():
-        if parse(name).step == 0 and not name.startswith("vision."):
-            tensors[name] = _without_padding(tensor, name, lengths, padding)
+        if not name.startswith("vision."):
+            tensors[name] = _without_padding(tensor, name, lengths, padding == "left")
     _order_choices(tensors)
     about = {"version": VERSION, "implementation": names.get("implementation", "unnamed"), "positions": None}
     return Trace(tensors, {**manifest, **about, "backend": {}, "dtype": _dtype(tensors)})
@@ -180,18 +180,20 @@ def _arrange(x: Tensor, letters: list[str], shape: list[str], theirs: str) -> Te
     return x.reshape([extents.get(letter, 1) for letter in shape]).contiguous()
 
 
-def _without_padding(x: Tensor, name: str, lengths: list[int], padding: str) -> Tensor:
-    """Rows moved to the front, zeros behind; by-key sections along both axes."""
-    if x.shape[0] != len(lengths) or x.shape[1] != max(lengths):
-        raise InputError(f"{name}: {list(x.shape)}, expected {len(lengths)} rows of {max(lengths)} tokens")
+def _without_padding(x: Tensor, name: str, lengths: list[int], on_the_left: bool) -> Tensor:
+    """Rows moved to the front, with zeros behind them; keys to their positions."""
+    step, section, _ = parse(name)
+    T = 1 if step else max(lengths)
+    if x.shape[:2] != (len(lengths), T):
+        raise InputError(f"{name}: {list(x.shape)}, expected {len(lengths)} rows of {T} tokens")
     x = x.clone()
     for row, length in enumerate(lengths):
-        if padding == "left":
-            shift = length - max(lengths)
-            x[row] = x[row].roll(shift, dims=0)
-            if parse(name).section.shape.endswith("S"):
-                x[row] = x[row].roll(shift, dims=-1)
-        x[row, length:] = 0
+        padding = max(lengths) - length if on_the_left else 0
+        if section.shape.endswith(" S"):
+            x[row] = x[row].roll(-padding, dims=-1)
+        if not step:
+            x[row] = x[row].roll(-padding, dims=0)
+            x[row, length:] = 0
     return x
 
 
