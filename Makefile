@@ -33,7 +33,7 @@ lint: $(VENV)/installed-test  ## ruff: rules and format; notebooks: normal form,
 	$(BIN)/python -m pytest -q tests/test_notebook_lint.py
 
 lab: $(VENV)/installed-notebooks  ## open the notebooks in JupyterLab
-	$(BIN)/jupyter lab notebooks/00_tour.ipynb
+	$(BIN)/jupyter lab --ServerApp.root_dir="$(CURDIR)" notebooks/00_tour.ipynb
 
 notebooks: $(VENV)/installed-notebooks  ## run the notebooks again, in place, and put them in normal form
 	$(BIN)/python -m inkling_ref.notebook notebooks/*.ipynb

@@ -199,7 +199,13 @@ def _sliders(draw: Callable[..., Image.Image], values: dict[str, Sequence], alt:
     import ipywidgets
 
     sliders = [
-        ipywidgets.SelectionSlider(options=[(str(v), v) for v in options], description=label, continuous_update=False)
+        ipywidgets.SelectionSlider(
+            options=[(str(value), value) for value in options],
+            description=label,
+            continuous_update=False,
+            style={"description_width": "initial"},
+            layout={"width": "30em"},
+        )
         for label, options in values.items()
     ]
     picture = ipywidgets.HTML()
