@@ -24,6 +24,7 @@ a token is admitted must not depend on tokens after it (nor on itself: c_j is co
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from numbers import Real
 from statistics import median
 from typing import Any
@@ -256,17 +257,21 @@ class Speculation:
 
 @torch.inference_mode()
 def measure_seconds(
-    model: Any, drafter: Any, input_ids: Int[Tensor, "B T"], most: int | None = None, repeats: int = 7
+    model: Any, drafter: Any, input_ids: Int[Tensor, "R T"], most: int | None = None, repeats: int = 7
 ) -> list[float]:
-    """Median seconds of a round after the prompt `input_ids` [1, T], in which the target reads 1, 2, ... `most` tokens.
+    """Median seconds of a round after R prompts, in which the target reads 1, 2, ... R `most` tokens in all.
 
-    The table of `Throughput`: drafting a block and checking that much of it. most: None for gamma + 1.
+    The table of `Throughput`: drafting a block and checking that much of it. Measured where all rows check equally
+    many, R w tokens; between, interpolated; fewer than R tokens cost what R do.
+
+    most: of one row; None for gamma + 1.
     """
     most = most or drafter.num_draft_tokens + 1
-    cache, context = model.new_cache(len(input_ids)), drafter.new_context(len(input_ids))
+    R = len(input_ids)
+    cache, context = model.new_cache(R), drafter.new_context(R)
     with drafter.observe(model) as taps:
         model(input_ids, cache=cache, logits_to_keep=1)
-    drafter.append(context, taps, [input_ids.shape[1]] * len(input_ids))
+    drafter.append(context, taps, [input_ids.shape[1]] * R)
     times: list[list[float]] = [[] for _ in range(most)]
     for _ in range(repeats + 1):  # the first round warms up; widths take turns
         for width, taken in enumerate(times, start=1):
@@ -278,4 +283,9 @@ def measure_seconds(
                 model(block, cache=cache).logits.argmax(dim=-1).tolist()
             taken.append(time.perf_counter() - start)
             cache.crop(before)
-    return [median(taken[1:]) for taken in times]
+    measured = [median(taken[1:]) for taken in times]
+    return (
+        [measured[0]] * (R - 1)
+        + [low + (high - low) * i / R for low, high in pairwise(measured) for i in range(R)]
+        + measured[-1:]
+    )

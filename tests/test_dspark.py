@@ -664,10 +664,12 @@ def test_case_57_confidence_without_markov_features(dtype):
 
 
 def test_measured_costs(model):
-    seconds = measure_seconds(model, make(model), random_ids(1, 9), repeats=2)
-    assert len(seconds) == GAMMA + 1
-    assert min(seconds) > 0
-    assert Throughput(seconds)(torch.ones(1, GAMMA)).shape == (1,)
+    for R in (1, 3):
+        seconds = measure_seconds(model, make(model), random_ids(R, 9), repeats=2)
+        assert len(seconds) == R * (GAMMA + 1)
+        assert min(seconds) > 0
+        assert len(set(seconds[:R])) == 1, "the target reads no fewer than R tokens"
+        assert Throughput(seconds)(torch.ones(R, GAMMA)).shape == (R,)
 
 
 # ---------------------------------------------------------------- the drafter against its definition

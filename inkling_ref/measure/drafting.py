@@ -29,6 +29,7 @@ QUESTIONS = (
     "Explain in three sentences why the sky is blue.",
     "Write a Python function that returns the n-th Fibonacci number.",
 )
+BATCH_TOKENS = 4096  # of prompts that are answered together
 NEW_TOKENS = 48  # of each answer that a layout is judged by
 # The first of each is what a file that says nothing is taken to mean.
 OPEN = {
@@ -82,14 +83,69 @@ def by_task(
     tokenizer = Tokenizer.from_pretrained(folder)
     encoder = rows.Encoder(tokenizer)
     for task in tasks:
-        if task not in (*train_drafter.TASKS, "running text"):
-            raise InputError(f"task {task!r}: expected one of {', '.join((*train_drafter.TASKS, 'running text'))}")
+        check_task(task)
         made = train_drafter.prompts(task, examples, 0, encoder, held_out=True)
         if not made:
             raise InputError(f"task {task!r}: its prompts leave no room for an answer")
         prompts = [{"input_ids": [row.ids], **train_drafter.pictures([row], encoder)} for row in made]
         result = compare(model, drafting, prompts, train_drafter.NEW_TOKENS, temperature, end_ids(tokenizer))
         yield task, result
+
+
+def all_tasks() -> tuple[str, ...]:
+    """Nano's tasks, and "running text": tell a story."""
+    from ..nano.tasks import TASKS as questions
+
+    return (*questions, "running text")
+
+
+def check_task(task: str) -> None:
+    """Raises InputError for one that does not exist."""
+    if task not in all_tasks():
+        raise InputError(f"task {task!r}: expected one of {', '.join(all_tasks())}")
+
+
+@dataclass
+class Same:
+    """Greedy answers of one task with and without drafting."""
+
+    answers: int
+    tokens: int
+    tokens_per_pass: float
+    different: list[int]  # which prompts
+
+
+def same_answers(
+    folder: str | Path, model: Inkling, drafting: Any, tasks: Sequence[str], examples: int
+) -> Iterator[tuple[str, Same]]:
+    """Whether greedy answers are token for token those of plain decoding, on held-out prompts of every length.
+
+    Raises InputError for an unknown task.
+    """
+    from ..nano import rows, train_drafter
+
+    tokenizer = Tokenizer.from_pretrained(folder)
+    encoder, ended = rows.Encoder(tokenizer), end_ids(tokenizer)
+    for task in tasks:
+        check_task(task)
+    for task in tasks:
+        made = train_drafter.prompts(task, examples, 0, encoder, True, model.config.text.max_position_embeddings)
+        size = max(1, BATCH_TOKENS // max(len(row.ids) for row in made))
+        tokens, rounds, new, different = 0, 0, 0, []
+        for start in range(0, len(made), size):
+            part = made[start : start + size]
+            ids, images = [row.ids for row in part], train_drafter.pictures(part, encoder)
+            plain, drafted = (
+                generate(model, ids, train_drafter.NEW_TOKENS, eos_token_id=ended, drafter=drafter, **images)
+                for drafter in (None, drafting)
+            )
+            different += [
+                start + i for i, (a, b) in enumerate(zip(plain.tokens, drafted.tokens, strict=True)) if a != b
+            ]
+            tokens += sum(map(len, plain.tokens))
+            rounds += drafted.stats.drafting.row_rounds
+            new += drafted.stats.drafting.new_tokens
+        yield task, Same(len(made), tokens, new / max(1, rounds), different)
 
 
 def some_ids(model: Inkling, length: int = 64) -> Int[Tensor, "1 T"]:

@@ -89,8 +89,10 @@ class Texts:
         return Texts(self.ids[pick], self.prompt[pick], self.end[pick], taps, self.hidden[pick])
 
 
-def prompts(kind: str, n: int, seed: int, encoder: rows.Encoder, held_out: bool = False) -> list[Row]:
-    """n prompts, up to where the first reply begins; those that leave no room for it are left out."""
+def prompts(
+    kind: str, n: int, seed: int, encoder: rows.Encoder, held_out: bool = False, longest: int = LENGTH - NEW_TOKENS
+) -> list[Row]:
+    """n prompts, up to where the first reply begins; those of more than `longest` tokens are left out."""
     if kind == "running text":
         split = "held-out" if held_out else "train"
         draws = (rows.generator(split, kind, "drafter", seed, i) for i in range(n))
@@ -102,13 +104,13 @@ def prompts(kind: str, n: int, seed: int, encoder: rows.Encoder, held_out: bool 
     return [
         Row(row.ids[:end], row.targets[:end], row.scenes)
         for row, end in zip(whole, ends, strict=True)
-        if end <= LENGTH - NEW_TOKENS
+        if end <= longest
     ]
 
 
 def pictures(made: list[Row], encoder: rows.Encoder) -> dict[str, Tensor | None]:
     """pixel_values and image_grid_thw of all prompts."""
-    batch = rows.collate(made, encoder, LENGTH)
+    batch = rows.collate(made, encoder, max(len(row.ids) for row in made))
     if not len(batch.grids):
         return {"pixel_values": None, "image_grid_thw": None}
     grids = torch.from_numpy(batch.grids).long()
