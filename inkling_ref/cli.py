@@ -289,6 +289,9 @@ def bench(
     find_layout: Annotated[
         bool, typer.Option("--find-layout", help="Try the choices that the drafter's file leaves open instead.")
     ] = False,
+    same_text: Annotated[
+        bool, typer.Option("--same-text", help="Check instead that greedy answers are those of plain decoding.")
+    ] = False,
 ) -> None:
     """Acceptance and speed of the checkpoint's drafter, side by side with plain decoding in one run."""
     from rich.console import Console
@@ -311,6 +314,17 @@ def bench(
             table.add_row(*map(str, choices.values()), f"{first:.3f}", f"{others:.3f}")
         console.print(table)
         return
+    if same_text:
+        table = Table("task", "answers", "tokens", "tokens a pass", "different", box=None)
+        failed = False
+        for task, same in drafting.same_answers(
+            checkpoint, model, drafter, tasks.split(",") if tasks else drafting.all_tasks(), examples
+        ):
+            failed |= bool(same.different)
+            different = ", ".join(map(str, same.different[:5])) or "none"
+            table.add_row(task, str(same.answers), str(same.tokens), f"{same.tokens_per_pass:.2f}", different)
+        console.print(table)
+        raise typer.Exit(failed)
     names = tasks.split(",") if tasks else drafting.TASKS
     heads = ("task", "temperature", "drafts", "tokens a pass", "tokens/s", "without", "ratio", "accepted by position")
     table = Table(*heads, box=None)
@@ -406,8 +420,9 @@ def _numbers(option: str, text: str) -> list[int]:
 @app.command()
 def compare(
     reference: Annotated[Path, typer.Argument(help="A trace: what the numbers should be.")],
-    port: Annotated[Path, typer.Argument(help="Another, or any safetensors file of tensors with these names.")],
+    port: Annotated[list[Path], typer.Argument(help="Another; with --map any dumps, one of each pass.")],
     everything: Annotated[bool, typer.Option("--all", help="Show every section.")] = False,
+    map_file: Annotated[Path | None, typer.Option("--map", help="What the port's names and layouts mean.")] = None,
     replay: Annotated[
         str | None,
         typer.Option(help="Compare these sections alone (patterns, or all): the reference runs on the port's inputs."),
@@ -424,9 +439,13 @@ def compare(
     with _importing():
         from .measure import compare as comparing
         from .measure import report
+        from .measure.adapters import recorded
 
-    replayed = replay and comparing.replayer(checkpoint, port)
-    found = comparing.compare(reference, port, replayed, replay and replay.split(","), dtype)
+    if len(port) > 1 and map_file is None:
+        raise InputError(f"compare: {len(port)} dumps of the port, expected one trace, or --map")
+    other = port[0] if map_file is None else recorded.read(port, map_file, like=reference)
+    replayed = replay and comparing.replayer(checkpoint, other)
+    found = comparing.compare(reference, other, replayed, replay and replay.split(","), dtype)
     report.show(found, everything)
     for path, make in ((json_file, report.to_json), (html_file, report.to_html)):
         if path is not None:

@@ -359,9 +359,9 @@ def compare(
         )
 
 
-def replayer(checkpoint: str | Path, other: str | Path) -> Replay:
-    """`replayed` for `compare`, from files: the checkpoint's weights in the other trace's dtype."""
-    recorded = Trace.read(other)
+def replayer(checkpoint: str | Path, other: str | Path | Trace) -> Replay:
+    """`replayed` for `compare`: with a checkpoint's weights, in the other trace's dtype."""
+    recorded = other if isinstance(other, Trace) else Trace.read(other)
     model = load(checkpoint, dtype=getattr(torch, recorded.manifest.get("dtype", "float32")))
     return partial(replay, model, recorded)
 
