@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from inkling_ref.backends import Backend
 from inkling_ref.cache import Cache
 from inkling_ref.config import InklingConfig
+from inkling_ref.measure.make_golden import randomize
 from inkling_ref.model import Inkling
 
 IMAGE = 39  # tiny's image token: `random_ids` stays below it
@@ -26,30 +27,6 @@ def relative_rms(actual: Tensor, expected: Tensor) -> float:
     if not (actual.isfinite().all() and expected.isfinite().all()):
         return math.inf
     return float((actual - expected).norm() / expected.norm().clamp(min=1e-300))
-
-
-def randomize(module: torch.nn.Module, seed: int = 0) -> None:
-    """Random parameters under which every term matters.
-
-    No bias, tap, scale or norm weight is neutral; mixture queries give scores of standard deviation 1.5; matrices keep
-    the variance at 2 or so, so that clips and soft caps of small thresholds act on some vectors and not on others.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    for name, p in module.named_parameters():
-        noise = torch.randn(p.shape, generator=generator, dtype=torch.float64)
-        if "norm" in name or ".ln_" in name or name.endswith(("clip.scale", "gamma")):
-            value = 0.2 * noise if name.endswith("bias") else 1 + 0.3 * noise
-        elif ".attn_res." in name:
-            value = 1.5 * noise
-        elif name.endswith(("sconv.weight", "static_w")):
-            value = 0.7 * noise
-        elif name.endswith("bias"):
-            value = 0.2 * noise
-        elif name.endswith(("embed.weight", "_embedding", "logits_proj.proj")):
-            value = noise
-        else:  # matrices, [rows, columns]
-            value = 1.5 * noise / math.sqrt(p.shape[-1])
-        p.data.copy_(value)
 
 
 def random_model(
