@@ -41,4 +41,21 @@ MUTATIONS: dict[str, list[tuple[str, Callable[[Any], Any]]]] = {
         ("vision.rotary_angles", lambda f: lambda place, d, theta: f(place.flip(-1), d, theta)),
         ("vision.LayerScale.forward", lambda f: lambda self, x, y: x + y),
     ],
+    "train_nano": [
+        (
+            "nano.train.losses",
+            lambda f: lambda llm, h, labels, worth: f(llm, h, labels, worth.clamp(max=1)),
+        ),  # all text
+        ("nano.muon.orthogonal", lambda f: lambda g: 1.1 * f(g)),
+        ("nano.train.Trainer.update", lambda f: lambda self: (self.balance_rate.neg_(), f(self))),  # towards the full
+    ],
+    "moe": [
+        ("moe.softcap", lambda f: lambda x, cap: x),  # no cap
+        (
+            "moe.softcapped_swiglu",
+            lambda f: lambda gu, *caps: f(gu.view(len(gu), 2, -1).mT.flatten(1), *caps),
+        ),  # halves
+        ("moe.route", lambda f: lambda h, w, bias, *rest: f(h, w, 0 * bias, *rest)),  # the bias forgotten
+        ("moe.experts", lambda f: lambda h, w, ids, *rest: f(h, w / w.sum(-1, keepdim=True), ids, *rest)),  # no scale
+    ],
 }
