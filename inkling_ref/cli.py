@@ -406,6 +406,26 @@ def trace(
     )
 
 
+@app.command("make-golden")
+def golden(
+    out: Annotated[Path, typer.Argument(help="A new folder for the set.")],
+    case: Annotated[list[str] | None, typer.Option(help="Only this case; repeatable. See the shipped README.")] = None,
+    seed: Annotated[int, typer.Option(help="The first to try for weights.", min=0, max=2**63 - 1)] = 0,
+) -> None:
+    """Write small checkpoints with expected traces, corner by corner, for people who port the model."""
+    if not out.absolute().parent.is_dir():
+        raise InputError(f"{out.absolute().parent}: not found, expected a folder for the set")
+    with _importing():
+        import torch
+
+        from .measure import make_golden
+
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)  # as in use_few_threads
+    size = make_golden.make_golden(out, case, seed)
+    _note(f"{out}: {len(case or make_golden.CASES)} cases, {_bytes(size)}; see its README.md")
+
+
 def _numbers(option: str, text: str) -> list[int]:
     """`0-3,17` as 0, 1, 2, 3, 17."""
     numbers: list[int] = []
