@@ -54,10 +54,10 @@ def blame(c: Comparison) -> str:
             found = "below one rounding, but not at random"
         return f"This section is wrong: from the port's own inputs the reference makes other numbers ({found})."
     if c.between:
+        more = f"{len(c.between) - 6} more, " if len(c.between) > 6 else ""
         return (
-            f"The fault lies here or in what comes before and the port did not record: {', '.join(c.between[:6])}"
-            + (f" and {len(c.between) - 6} more" if len(c.between) > 6 else "")
-            + ". Record these to tell."
+            "The fault lies here, or in what comes before and the port did not record: "
+            f"{more}{', '.join(c.between[-6:])}. Record these to tell."
         )
     if not first.inputs:
         return "Nothing that is recorded comes before it: the port was given something else, or prepares it otherwise."
