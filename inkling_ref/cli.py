@@ -410,7 +410,7 @@ def trace(
 def golden(
     out: Annotated[Path, typer.Argument(help="A new folder for the set.")],
     case: Annotated[list[str] | None, typer.Option(help="Only this case; repeatable. See the shipped README.")] = None,
-    seed: Annotated[int, typer.Option(help="The first to try for weights.", min=0, max=2**63 - 1)] = 0,
+    seed: Annotated[int, typer.Option(help="The first to try for weights.", min=0, max=2**32)] = 0,
 ) -> None:
     """Write small checkpoints with expected traces, corner by corner, for people who port the model."""
     if not out.absolute().parent.is_dir():

@@ -75,6 +75,10 @@ def read(
     """
     names = names if isinstance(names, dict) else read_json(Path(names))
     manifest = dict(like.manifest if isinstance(like, Trace) else read_manifest(like))
+    if "prompt" not in manifest or "config" not in manifest:
+        raise InputError(
+            f"like: {like if isinstance(like, (str, Path)) else 'a trace'} has no prompt, expected a trace"
+        )
     rules, padding = names.get("tensors"), names.get("padding", "right")
     if not isinstance(rules, dict) or not rules or padding not in ("left", "right"):
         raise InputError("map: expected tensors, an object from their names to sections, and padding left or right")
