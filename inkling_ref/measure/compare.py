@@ -57,7 +57,7 @@ ELEMENT = 8.0  # m_t counts an eighth: the largest of a million errors is about 
 SMALL = 0.1  # of the rms: vectors shorter than that are measured against it
 CERTAIN = 8.0  # standard errors
 SYSTEMATIC = 3e-5  # allowed by `systematic`, in 16 bits; finer dtypes see more in their floors
-_CHUNK = 2**20  # numbers that are in float64 at one time
+_CHUNK = 2**17  # numbers that are in float64 at one time: they stay in the processor's cache
 
 Status = Literal["agrees", "carried", "departs"]
 Replay = Callable[[str], Tensor]  # name of a section -> what the reference makes of the other's recorded inputs
