@@ -68,6 +68,7 @@ _HOME = {
     "mxfp8_dequantize": "quantization",
     "Trace": "measure.trace",
     "trace": "measure.trace",
+    "compare": "measure.compare",
 }
 
 __all__ = ["__version__", *_HOME]
