@@ -33,13 +33,13 @@ def inputs_of(config: ir.InklingConfig, what: str) -> dict:
 
 
 @pytest.mark.parametrize("what", ["pictures", "ragged"])
-@pytest.mark.parametrize("name", ["small-in-miniature", "full-layer-first", "one-block", "block-of-one", "only-full"])
+@pytest.mark.parametrize("name", ["small-in-miniature", "full-layer-first", "one-block", "block-of-one"])
 def test_every_section_agrees(public, name, what):
-    """Prompt and three decoding steps, all sections, shapes, dtypes and padding; ragged rows, or text and pictures."""
+    """Prompt and two decoding steps, all sections, shapes, dtypes and padding; ragged rows, or text and pictures."""
     config = CONFIGS[name]
     model = random_model(config, seed=1)
     inputs = inputs_of(config, what)
-    ours = ir.trace(model, **inputs, decode=3, sections=["all"])
+    ours = ir.trace(model, **inputs, decode=2, sections=["all"])
     theirs = adapter.trace(public.load(model), **inputs, decode=ours.manifest["decoded"], sections=["all"])
     assert theirs.manifest["implementation"].startswith("transformers 5.")
     for key in ("prompt", "decoded", "images", "config", "positions", "dtype"):

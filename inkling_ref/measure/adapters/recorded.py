@@ -26,11 +26,9 @@ r"""Any other engine: tensors that it dumped, under its own names and layouts, b
          "blk.{i}.q_scaled": {"to": "layer.{i}.attention.q", "axes": "H T d", "scale": 11.3137085},
          "logits": {"to": "logits", "axes": "T V"}}}
 
-4. Read the dump with it, and compare:
+4. Compare:
 
-       theirs = recorded.read(["theirs-0.safetensors", ...], "map.json", like="ours.safetensors")
-       theirs.save("theirs.safetensors")
-       inkling-ref compare ours.safetensors theirs.safetensors
+       inkling-ref compare ours.safetensors theirs-*.safetensors --map map.json
 
 **Axes** name the dump's axes by the letters of the section's shape, the slowest first. Parentheses join axes that the
 dump holds as one: `T (H d)` is head-major, `T (d H)` the other way. `part` is the axis along which several sections
@@ -130,7 +128,7 @@ def sizes(config: InklingConfig, layer: int | None, vision: bool) -> dict[str, i
 
 
 def _translate(
-    x: Tensor, theirs: str, rule: dict[str, Any], config: InklingConfig, layer: int | None, step: int
+    x: Tensor, theirs: str, rule: dict[str, Any] | str, config: InklingConfig, layer: int | None, step: int
 ) -> dict[str, Tensor]:
     """One tensor of the dump as one section, or as the several that it holds."""
     if isinstance(rule, str):
