@@ -193,6 +193,25 @@ def test_layouts(tmp_path, ours):
         assert torch.equal(tensor, ours.tensors[name]), name
 
 
+def test_the_recipe(tmp_path):
+    """The map in the documentation, for an engine that dumps one row under these names."""
+    text = recorded.__doc__
+    rules = json.loads(text[text.index('{"implementation"') : text.index("4. Compare")])
+    ours = ir.trace(random_model(), random_ids(1, 13), decode=2, sections=["all"])
+    engine = {
+        "blk.{i}.qkv": lambda q, k, v: torch.cat([q, k, v], dim=2).flatten(2),
+        "blk.{i}.gate_up": interleaved,
+        "blk.{i}.attn_probs": lambda p: p.transpose(1, 2),
+        "blk.{i}.q_scaled": lambda q: q.transpose(1, 2) / rules["tensors"]["blk.{i}.q_scaled"]["scale"],
+        "logits": lambda x: x,
+    }
+    layouts = {name: (lambda *x, make=make: make(*x)[0], rules["tensors"][name]) for name, make in engine.items()}
+    theirs = recorded.read(dump(ours, layouts, tmp_path), rules, like=ours)
+    assert len(theirs.tensors) == 3 * (4 * 7 + 1)
+    for name, tensor in theirs.tensors.items():
+        assert relative_rms(tensor, ours.tensors[name]) < 1e-6, name
+
+
 def test_experts_in_another_order(tmp_path, ours):
     sections = ["chosen", "weights", "expert_out", "activation"]
     shuffled = torch.tensor([2, 0, 1])

@@ -12,8 +12,9 @@ r"""Any other engine: tensors that it dumped, under its own names and layouts, b
        kept = {}
        engine.layers[17].qkv.register_forward_hook(lambda m, a, y: kept.update({"blk.17.qkv": y.contiguous()}))
        ours = inkling_ref.Trace.read("ours.safetensors").manifest
-       for n, ids in enumerate([ours["prompt"], *zip(*ours["decoded"])]):
-           engine.forward(ids)
+       steps = [[[token] for token in tokens] for tokens in zip(*ours["decoded"])]
+       for n, rows in enumerate([ours["prompt"], *steps]):
+           engine.forward(rows)
            save_file(kept, f"theirs-{n}.safetensors")
 
 3. Say in a map, a JSON file, what each of these names means:
