@@ -47,7 +47,10 @@ MUTATIONS: dict[str, list[tuple[str, Callable[[Any], Any]]]] = {
             lambda f: lambda llm, h, labels, worth: f(llm, h, labels, worth.clamp(max=1)),
         ),  # all text
         ("nano.muon.orthogonal", lambda f: lambda g: 1.1 * f(g)),
-        ("nano.train.Trainer.update", lambda f: lambda self: (self.balance_rate.neg_(), f(self))),  # towards the full
+        (
+            "nano.train.Trainer.update",
+            lambda f: lambda self: (self.balance_rate.neg_(), f(self))[1],
+        ),  # towards the full
     ],
     "moe": [
         ("moe.softcap", lambda f: lambda x, cap: x),  # no cap

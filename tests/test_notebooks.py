@@ -15,6 +15,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import nbformat
 import pytest
+import torch
 from notebook_mutations import MUTATIONS
 
 from inkling_ref import notebook as nb
@@ -45,11 +46,12 @@ def run(stem: str, last: int | None = None) -> tuple[int, BaseException | None]:
     (path,) = FOLDER.glob(f"[0-9][0-9]_{stem}.ipynb")
     cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
     namespace = {"__name__": "__main__"}
-    for number, cell in enumerate(cells[:last]):
-        try:
-            exec(compile(cell.source, f"{stem} {cell.id}", "exec"), namespace)
-        except Exception as error:
-            return number, error
+    with torch.enable_grad():  # whatever a notebook sets it to, it is as before afterwards
+        for number, cell in enumerate(cells[:last]):
+            try:
+                exec(compile(cell.source, f"{stem} {cell.id}", "exec"), namespace)
+            except Exception as error:
+                return number, error
     return len(cells), None
 
 
@@ -77,7 +79,7 @@ def test_a_fault_is_noticed(stem, attribute, how, fresh):
     assert isinstance(error, AssertionError), f"no Verify cell noticed it: {error!r}"
     # The cell's own assertion, or torch's: not one that happens to fail inside the package.
     *_, frame = (f for f in traceback.extract_tb(error.__traceback__) if "torch/testing" not in f.filename)
-    assert frame.filename.startswith(f"{stem} cell-"), f"{frame.filename}, line {frame.lineno}"
+    assert frame.filename.startswith(f"{stem} "), f"{frame.filename}, line {frame.lineno}"
     fresh()
     assert run(stem, number + 1)[1] is None, "that cell fails without the fault, too"
 
