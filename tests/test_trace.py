@@ -232,6 +232,22 @@ def test_a_row_gives_what_it_gives_alone(recorded):
             assert relative_rms(row, one) < tolerance, name
 
 
+@pytest.mark.parametrize("quantised_activations", [False, True], ids=["weights", "activations"])
+def test_packed_experts(tmp_path, quantised_activations):
+    """NVFP4 and MXFP8 that stay packed, and fake-quantised activations, show as the decoded ones do."""
+    text = replace(CONFIG.text, moe_intermediate_size=64)
+    ir.save(random_model(replace(CONFIG, text=text)), tmp_path / "model", experts="nvfp4+mxfp8")
+    traces = []
+    for experts in ("packed", "dequantize"):
+        model = ir.load(tmp_path / "model", experts=experts).quantize_activations(quantised_activations)
+        traces.append(ir.trace(model, random_ids(1, 9), sections=["all"]))
+        for section in ("gate", "activation", "expert_out", "out"):
+            again = replay(model, traces[-1], f"moe.3.{section}")
+            assert relative_rms(again, traces[-1].tensors[f"moe.3.{section}"]) < 1e-6
+    packed, decoded = traces
+    assert all(torch.equal(packed.tensors[name], tensor) for name, tensor in decoded.tensors.items())
+
+
 # --- From outside --------------------------------------------------------------------------------------------------
 
 

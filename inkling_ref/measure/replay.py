@@ -81,11 +81,9 @@ class _At:
             name = name_of(pattern, self.layer, self.step)
             raise InputError(f"replay: {name} was not recorded, and it is computed from nothing that could be")
         value = _FUNCTIONS[pattern](self)
-        return (
-            value
-            if pattern.startswith("vision.")
-            else value.masked_fill(~self.real[(..., *[None] * (value.dim() - 2))], 0)
-        )
+        if pattern.startswith("vision."):
+            return value
+        return value.masked_fill(~self.real.view(*value.shape[:2], *[1] * (value.dim() - 2)), 0)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -112,10 +110,9 @@ class _At:
 
     @property
     def ids(self) -> Tensor:
-        decoded = self.recorded.manifest["decoded"]
-        return self.of_tokens(
-            [[row[self.step - 1]] for row in decoded] if self.step else self.recorded.manifest["prompt"]
-        )
+        manifest = self.recorded.manifest
+        rows = [[row[self.step - 1]] for row in manifest["decoded"]] if self.step else manifest["prompt"]
+        return self.of_tokens(rows)
 
     @property
     def places(self) -> Tensor:

@@ -595,7 +595,8 @@ def trace(
         positions: tokens of the prompt to keep, by position, negative from the longest row's end; None keeps all.
             Decoding steps and pictures are kept whole.
 
-    A token of Small is 0.3 to 0.4 MB a layer in float32, without sections on request, and its logits 0.8 MB.
+    A token of Small in bfloat16 is 0.17 MB a layer (0.26 MB where it is full), without sections on request, and 0.8 MB
+    of logits: one position through all 48 layers is 10 MB.
 
     Raises:
         InputError: an argument that cannot be used.
