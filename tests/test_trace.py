@@ -300,6 +300,28 @@ def test_a_changed_operation_shows_where_it_changed():
         assert first_difference(reference, ir.trace(faulty, ids, sections=["all"])) == expected
 
 
+def test_kernels_show_what_they_compute():
+    """Probabilities, mixtures and gates are asked from the kernels themselves; every section agrees."""
+    kernels = pytest.importorskip("inkling_ref.kernels", reason="needs Triton")
+    from inkling_ref.kernels.backend import triton_backend
+
+    if not (kernels.INTERPRETED or torch.cuda.is_available()):
+        pytest.skip("Triton without TRITON_INTERPRET=1, and no GPU")
+    device = "cpu" if kernels.INTERPRETED else "cuda"
+    text = replace(CONFIG.text, num_hidden_layers=2, layer_types=CONFIG.text.layer_types[2:])
+    config, ids = replace(CONFIG, vision=None, text=text), random_ids(1, 5)
+    reference = ir.trace(random_model(config).to(device), ids, decode=1, sections=["all"])
+    model = random_model(config, backend=triton_backend()).to(device)
+    trace = ir.trace(model, ids, decode=reference.manifest["decoded"], sections=["all"])
+    assert trace.manifest["backend"]["attend"].startswith("inkling_ref.kernels.")
+    assert trace.tensors.keys() == reference.tensors.keys()
+    for name, tensor in reference.tensors.items():
+        if tensor.is_floating_point():
+            assert relative_rms(trace.tensors[name], tensor) < 1e-5, name
+        else:
+            assert torch.equal(trace.tensors[name], tensor), name
+
+
 def test_a_changed_function_shows_where_it_changed(monkeypatch):
     model, ids = random_model(), random_ids(1, 21)
     reference = ir.trace(model, ids, sections=["all"])
