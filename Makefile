@@ -17,7 +17,7 @@ help:     ## list these targets
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
 
 run: $(VENV)/installed  ## answer QUESTION about IMAGE with the shipped nano checkpoint
-	$(BIN)/inkling-ref ask "$$QUESTION" --image "$$IMAGE"
+	$(BIN)/inkling-ref ask "$$QUESTION" --image "$$IMAGE" --draft
 
 test: $(VENV)/installed-test  ## every test, with every shape annotation checked; then every notebook
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --jaxtyping-packages=inkling_ref,beartype.beartype
