@@ -88,7 +88,10 @@ def _importing() -> Iterator[None]:
 
 
 Checkpoint = Annotated[
-    Path, typer.Option(help="Folder with config.json, *.safetensors and tokenizer.json; default: the shipped nano.")
+    Path,
+    typer.Option(
+        help="Folder with config.json, *.safetensors and tokenizer.json; default: the shipped nano.", show_default=False
+    ),
 ]
 Device = Annotated[Literal["cpu", "cuda"], typer.Option(help="Where the model runs.")]
 
@@ -447,7 +450,9 @@ def compare(
         str | None,
         typer.Option(help="Compare these sections alone (patterns, or all): the reference runs on the port's inputs."),
     ] = None,
-    checkpoint: Annotated[Path, typer.Option(help="For --replay: the weights that both ran with.")] = NANO,
+    checkpoint: Annotated[
+        Path, typer.Option(help="For --replay: the weights that both ran with; default: nano.", show_default=False)
+    ] = NANO,
     dtype: Annotated[str | None, typer.Option(help="Whose tolerances; default: the coarser of both traces'.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write everything to this file too.")] = None,
     html_file: Annotated[Path | None, typer.Option("--html", help="Write a page with plots to this file too.")] = None,
