@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from helpers import relative_rms
+from helpers import random_ids, random_model, relative_rms
 from test_attention import operands
 
 pytest.importorskip("triton", reason="the kernels need Triton")
@@ -19,6 +19,7 @@ from inkling_ref.kernels import attention as attention_kernel
 from inkling_ref.kernels import moe as moe_kernel
 from inkling_ref.kernels import residual as residual_kernel
 from inkling_ref.kernels import short_conv as short_conv_kernel
+from inkling_ref.kernels.backend import triton_backend
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
@@ -70,10 +71,10 @@ def check(kernel, reference, tensors, dtype, **arguments):
 # Below, at and above the tiles (16 and 64 rows; 64 and 128 keys), the window, the extent; sizes apart from powers of 2.
 ATTENTION = {
     "prefill": ({"T": 13}, {"offsets": [0, 0]}),
-    "prefill, several tiles": ({"T": 70, "G": 1, "d": 16, "X": 33}, {"offsets": [0, 0]}),
+    "prefill, several tiles": ({"T": 45, "G": 1, "d": 16, "X": 33}, {"offsets": [0, 0]}),
     "prefill, one query": ({"T": 1}, {"offsets": [0, 0]}),
     "prefill, one head a group": ({"T": 35, "H": 3}, {"offsets": [0, 0]}),
-    "sliding": ({"T": 75}, {"offsets": [0, 0], "window": 9}),
+    "sliding": ({"T": 41}, {"offsets": [0, 0], "window": 9}),
     "sliding, window above T": ({"T": 7, "X": 19}, {"offsets": [0, 0], "window": 19}),
     "sliding, window of one": ({"T": 5, "X": 1}, {"offsets": [0, 0], "window": 1}),
     "window above extent": ({"T": 40}, {"offsets": [0, 0], "window": 12}),
@@ -102,8 +103,8 @@ def test_attend(sizes, arguments, dtype):
 
 
 def test_attend_packed_documents():
-    ids = torch.tensor([[0] * 20 + [1] * 13 + [2] * 42, [0] * 75], device=DEVICE)
-    tensors = operands(T=75)
+    ids = torch.tensor([[0] * 20 + [1] * 13 + [2] * 8, [0] * 41], device=DEVICE)
+    tensors = operands(T=41)
     for window in (None, 9):
         arguments = {"offsets": [0, 0], "window": window, "document_ids": ids}
         check(attention_kernel.attend, attention.attend, tensors, torch.float32, **arguments)
@@ -119,7 +120,7 @@ SPLITS = {
 @pytest.mark.parametrize(("rows", "keys", "splits", "weight"), SPLITS.values(), ids=SPLITS)
 def test_attend_splits(rows, keys, splits, weight, window):
     tile = attention_kernel.Tile(rows, keys, splits, 1, 1, 1, weight)
-    tensors, arguments = operands(T=3, S=131, X=40), {"offsets": [128, 50], "window": window}
+    tensors, arguments = operands(T=3, S=91, X=40), {"offsets": [88, 50], "window": window}
 
     def tiled(**kwargs):
         return attention_kernel.attend_tiled(tile, **kwargs)
@@ -286,6 +287,38 @@ def test_route_sums_its_terms(monkeypatch):
 def test_softcapped_swiglu(N, I, scale, dtype):
     tensors = {"gate_up": scale * torch.randn(N, 2 * I)}
     check(moe_kernel.softcapped_swiglu, moe.softcapped_swiglu, tensors, dtype, gate_cap=4.0, up_cap=25.0)
+
+
+# --- The whole model -----------------------------------------------------------------------------------------------
+
+
+def model_logits(backend, dtype):
+    """Prefill of two unequal rows, decoding, verification of four drafts, packed documents."""
+    model = random_model(dtype=dtype, backend=backend).to(DEVICE)
+    ids, mask = random_ids(2, 9).to(DEVICE), torch.ones(2, 9, dtype=torch.bool, device=DEVICE)
+    mask[1, 6:] = False
+    cache = model.new_cache(2)
+    out = [model(ids, cache=cache, attention_mask=mask).logits]
+    for T in (1, 4):
+        out.append(model(random_ids(2, T, seed=T).to(DEVICE), cache=cache).logits)
+    documents = torch.tensor([[0] * 4 + [1] * 5], device=DEVICE)
+    out.append(model(ids[:1], document_ids=documents).logits)
+    return torch.cat([logits.flatten() for logits in out])
+
+
+def test_model():
+    dtype = DTYPES[-1]
+    with torch.inference_mode():
+        exact = model_logits("torch", torch.float64)
+        eager = model_logits("torch", dtype)
+        actual = model_logits(triton_backend(), dtype)
+    assert relative_rms(actual, exact) <= 1.5 * relative_rms(eager, exact)
+
+
+def test_backend_reports_what_stays_in_torch():
+    report = triton_backend().report()
+    assert report.pop("experts") == "inkling_ref.moe.experts"
+    assert all(place.startswith("inkling_ref.kernels.") for place in report.values())
 
 
 # --- What is refused -----------------------------------------------------------------------------------------------

@@ -103,15 +103,16 @@ def _attend(
     rows = tl.arange(0, ROWS)
     t, head = rows // Q, g * Q + rows % Q
     real = (t < QUERIES) & (start_t + t < T)
+    token = (start_t + t).to(tl.int64)
     channels, keys = tl.arange(0, WIDTH), tl.arange(0, KEYS)
     inside = channels < d
-    q_rows = q_ptr + b.to(tl.int64) * q_b + (start_t + t) * q_t + head * q_h
+    q_rows = q_ptr + b.to(tl.int64) * q_b + token * q_t + head * q_h
     q = tl.load(q_rows[:, None] + channels[None, :], mask=real[:, None] & inside[None, :], other=0.0)
     k_base = k_ptr + b.to(tl.int64) * k_b + g.to(tl.int64) * k_g
     v_base = v_ptr + b.to(tl.int64) * v_b + g.to(tl.int64) * v_g
 
     # Relative states, block-diagonal: columns t R .. t R + R - 1 of row (t, head).
-    r_rows = r_ptr + b.to(tl.int64) * r_b + (start_t + t) * r_t + head * r_h
+    r_rows = r_ptr + b.to(tl.int64) * r_b + token * r_t + head * r_h
     j = tl.arange(0, DEPTH)
     mine = real[:, None] & (j[None, :] // R == t[:, None])
     r = tl.load(r_rows[:, None] + j[None, :] % R, mask=mine, other=0.0)
@@ -143,7 +144,7 @@ def _attend(
 
     slot = o + t
     if DOCUMENTS:
-        mine_doc = tl.load(document_ptr + b.to(tl.int64) * T + start_t + t, mask=real, other=-1)
+        mine_doc = tl.load(document_ptr + b.to(tl.int64) * T + token, mask=real, other=-1)
     for n0 in tl.range(middle, end, KEYS, num_stages=NEAR_STAGES):
         n = n0 + keys
         live = n < end
@@ -179,15 +180,15 @@ def _attend(
     some = total > 0  # a row that saw no key has the sum 0 and a weight of nothing
     acc = acc / tl.where(some, total, 1.0)[:, None]
     log = tl.where(some, top + tl.log2(tl.where(some, total, 1.0)), _LOWEST)
-    row_index = (b * T + start_t + t).to(tl.int64) * (G * Q) + head  # of [B, T, H]
+    row_index = (b * T + token) * (G * Q) + head  # of [B, T, H]
     store = real[:, None] & inside[None, :]
     if SPLITS > 1:
         row_index = row_index * SPLITS + split
         tl.store(part_ptr + row_index[:, None] * d + channels[None, :], acc, mask=store)
         tl.store(log_ptr + row_index, log, mask=real)
     else:
-        z = tl.load(sink_ptr + b.to(tl.int64) * z_b + (start_t + t) * z_t + head, mask=real, other=0.0).to(tl.float32)
-        gate_rows = gate_ptr + b.to(tl.int64) * gate_b + (start_t + t) * gate_t + head * d
+        z = tl.load(sink_ptr + b.to(tl.int64) * z_b + token * z_t + head, mask=real, other=0.0).to(tl.float32)
+        gate_rows = gate_ptr + b.to(tl.int64) * gate_b + token * gate_t + head * d
         gate = tl.load(gate_rows[:, None] + channels[None, :], mask=store, other=0.0).to(tl.float32)
         y = acc * tl.sigmoid(log / _LOG2E - z)[:, None] * tl.sigmoid(gate)
         tl.store(out_ptr + row_index[:, None] * d + channels[None, :], y.to(out_ptr.dtype.element_ty), mask=store)
@@ -235,7 +236,7 @@ def choose_tile(rows: int, keys: int, programs_per_tile: int, processors: int) -
     elif rows <= 64:
         shape = Tile(64, 64, 1, 5, 3, 4, 3)
     else:
-        shape = Tile(64, 64, 1, 3, 3, 4, 3)
+        shape = Tile(64, 32, 1, 3, 2, 4, 3)
     programs = programs_per_tile * triton.cdiv(rows, shape.rows)
     splits = max(1, min(processors // programs, triton.cdiv(keys, 64)))
     return shape._replace(splits=splits)
@@ -264,6 +265,8 @@ def attend(
     longest = max(o + T - f for o, f in zip(offsets, first_keys, strict=True))
     longest = longest if window is None else min(longest, window + T)
     tile = choose_tile(T * (H // G), longest, len(offsets) * G, processors(q.device))
+    if q.element_size() == 4:  # no matrix unit multiplies float32 exactly: the products unroll, and must be small
+        tile = tile._replace(rows=16, keys=32, stages=2, near_stages=2)
     return attend_tiled(tile, q, k, v, r, profiles, sink, gate, offsets, window, first_keys, document_ids)
 
 

@@ -7,6 +7,8 @@ The K - 1 rows before a run are the neighbour's too, and come from the cache. Th
 for a whole head, and adds 2 G K bytes a token.
 """
 
+# ruff: noqa: RUF005 (Triton joins tuples with +, and does not know *)
+
 import math
 from typing import no_type_check
 
@@ -38,11 +40,11 @@ def _convolve(
     for j in tl.static_range(K):
         tap = tl.load(tap_ptr + c * tap_c + j * tap_j, mask=inside, other=0.0).to(tl.float32)
         tap = tap + 1.0 if j == 0 else tap  # the convolution's own residual is one more tap 0
-        taps = taps + (tap * scale,)  # noqa: RUF005 (Triton's compiler knows +, not *)
+        taps = taps + (tap * scale,)
     u_row = u_ptr + b * u_b + start.to(tl.int64) * u_t + c
     for i in tl.static_range(TOKENS + K - 1):
         live = c < tl.where(start + i < T + K - 1, limit, 0)
-        rows = rows + (tl.load(u_row + i * u_t, mask=live, other=0.0).to(tl.float32),)  # noqa: RUF005
+        rows = rows + (tl.load(u_row + i * u_t, mask=live, other=0.0).to(tl.float32),)
     out_row = out_ptr + (b * T + start) * C + c
     for i in tl.static_range(TOKENS):
         t = start + i

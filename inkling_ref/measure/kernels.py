@@ -138,6 +138,13 @@ def bench_residual(bench: Bench) -> None:
         nbytes = sets[0][0].nbytes + count * tokens * D * 2
         case = f"mix and norm {tokens} x {n}, {count} q, {str(dtype)[6:]}"
         bench.arm(case, "triton", kernel.mix_and_norm, sets, exact, nbytes)
+        for name, value in (("_WARPS", 16), ("_REGISTERS", 64 if count == 1 else 168)) if tokens > 1 else ():
+            usual = getattr(kernel, name)
+            setattr(kernel, name, value)
+            bench.arm(
+                case, f"triton,{name.lower().replace('_', ' ')} {value}", kernel.mix_and_norm, sets, exact, nbytes
+            )
+            setattr(kernel, name, usual)
         if dtype == BF16 and count == 1:
             bench.arm(case, "compiled", compiled, sets, exact, nbytes)
             bench.arm(case, "eager", residual.mix_and_norm, sets, exact, nbytes)
@@ -207,7 +214,7 @@ def attention_inputs(T: int, heads: int, groups: int, S: int) -> tuple:
     """q, k, v, r, profiles, sink, gate with scores and biases that make a peaked softmax, and a sink that matters."""
     q, r = normal(1, T, heads, d, scale=1.5), normal(1, T, heads, R)
     k, v = (normal(1, groups, S, d) for _ in range(2))
-    sink = (8 + 2 * torch.randn(1, T, heads, device="cuda")).to(BF16)
+    sink = 8 + normal(1, T, heads, scale=2.0)
     return q, k, v, r, normal(R, X), sink, normal(1, T, heads * d)
 
 
