@@ -39,7 +39,7 @@ def graph_seconds(calls: list[Callable[[], object]]) -> float:
     """Median seconds of one call, from replays of a CUDA graph of them all."""
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
-        for call in calls[:2]:  # compile, fill caches
+        for call in calls:  # compile, and prepare what is derived from parameters
             call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -86,13 +86,13 @@ class Bench:
         exact: object = None,
         nbytes: float = 0,
         flops: float = 0,
-    ) -> None:
-        """Time `call(*inputs)` over all input sets; `exact`: what the first set should give."""
+    ) -> dict[str, object]:
+        """Time `call(*inputs)` over all input sets; `exact`: what the first set should give. Returns the row."""
         row: dict[str, object] = {"case": case, "arm": name}
         try:
             if exact is not None:
                 pairs = zip(tensors_of(call(*sets[0])), tensors_of(exact), strict=True)
-                row["error"] = max(relative_rms(a, b) for a, b in pairs)
+                row["error"] = float(torch.tensor([relative_rms(a, b) for a, b in pairs]).max())  # NaN wins
             once = graph_seconds([lambda: call(*sets[0])])
             repeats = 1 if once > 1e-3 else max(1, 12 // len(sets))
             taken = graph_seconds([(lambda s=s: call(*s)) for s in sets * repeats])
@@ -100,6 +100,7 @@ class Bench:
         except Exception as error:  # this arm's row says so; the next arm goes on
             row["failed"] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
         print(json.dumps(row), flush=True)
+        return row
 
 
 def sets_of(make: Callable[[], tuple], most: int = 64) -> list[tuple]:
@@ -186,16 +187,15 @@ def bench_router(bench: Bench) -> None:
     weight, bias = normal(E, D, dtype=torch.float32, scale=D**-0.5), normal(E, dtype=torch.float32, scale=0.1)
     compiled = torch.compile(moe.route, dynamic=False)
     for tokens in (8192, 1, 8):
-        sets = sets_of(lambda: (normal(tokens, D), weight, bias, K_EXPERTS, 2.5))  # noqa: B023
+        sets = sets_of(lambda: (normal(tokens, D), weight.clone(), bias, K_EXPERTS, 2.5))  # noqa: B023
+        case, nbytes = f"router {tokens}", sets[0][0].nbytes + weight.nbytes + tokens * K_EXPERTS * 12
+        flops = 3 * 2 * tokens * D * E if tokens > 16 else 0
         exact_weights, exact_ids = moe.route(sets[0][0].double(), weight.double(), bias.double(), K_EXPERTS, 2.5)
         for name, op in (("triton", kernel.route), ("compiled", compiled), ("eager", moe.route)):
-            weights, ids = op(*sets[0])
-            same = (ids.sort(-1).values == exact_ids.sort(-1).values).all(-1)
-            case = f"router {tokens}, sets as float64 {same.double().mean():.6f}"
-            exact = exact_weights.where(same[:, None], weights.double())
-            nbytes = sets[0][0].nbytes + weight.nbytes + tokens * K_EXPERTS * 12
-            flops = 3 * 2 * tokens * D * E if tokens > 16 else 0
-            bench.arm(case, name, lambda *s, op=op: op(*s)[0], sets, exact, nbytes, flops)
+            row = bench.arm(case, name, lambda *s, op=op: op(*s)[0], sets, exact_weights, nbytes, flops)
+            if "failed" not in row:
+                chosen = op(*sets[0])[1].sort(-1).values == exact_ids.sort(-1).values
+                print(f"router {tokens} {name}: tokens with the experts of float64: {chosen.all(-1).sum()}", flush=True)
 
 
 def bench_swiglu(bench: Bench) -> None:
@@ -323,6 +323,7 @@ def print_table(report: dict) -> None:
         share = f"{row['floor_us'] / row['us']:.0%}"
         error = f"{row['error']:.1e}" if "error" in row else ""
         print(f"    {row['arm']:48}{row['us']:9.1f}{share:>7}{error:>10}")
+    print("\n".join(report.get("notes", [])))
     for name, trouble in report["trouble"].items():
         print(f"{name}: {trouble}")
 
@@ -375,6 +376,8 @@ def main() -> None:
                 report["limits"][name] = json.loads(line)["limits"]
             elif line.startswith('{"case"'):
                 report["rows"].append(json.loads(line) | {"group": name})
+            elif line.startswith("router "):
+                report.setdefault("notes", []).append(line)
         if trouble:
             report["trouble"][name] = trouble
             if name != "tests":
