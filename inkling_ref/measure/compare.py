@@ -503,7 +503,12 @@ class _Walk:
         incoming = self.incoming(name, names, hidden, la.shape[:axes])
         allowed = floor + gain * incoming
         inputs = {n: float(e.max()) if e.numel() else 0.0 for n in names if (e := self.errors.get(n)) is not None}
-        note = "" if la.dtype == lb.dtype else f"{_short(lb.dtype)} here, {_short(la.dtype)} in the reference"
+        same_dtype = self.a.manifest.get("dtype") == self.b.manifest.get("dtype", self.a.manifest.get("dtype"))
+        note = (
+            f"{_short(lb.dtype)} here, {_short(la.dtype)} in the reference"
+            if same_dtype and la.dtype != lb.dtype
+            else ""
+        )
         if la.shape != lb.shape:
             self.errors[name] = torch.full(la.shape[:axes], math.inf, dtype=torch.float64)
             note = f"shape {list(lb.shape)}, expected {list(la.shape)} = [{section.shape}]"
