@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from helpers import random_ids, random_model, relative_rms
+from helpers import random_ids, random_model, relative_rms, unchecked
 from test_parity_transformers import CONFIGS, Public, prompt, transformers  # noqa: F401  a fixture
 from torch import Tensor
 
@@ -39,8 +39,10 @@ def test_every_section_agrees(public, name, what):
     config = CONFIGS[name]
     model = random_model(config, seed=1)
     inputs = inputs_of(config, what)
-    ours = ir.trace(model, **inputs, decode=2, sections=["all"])
-    theirs = adapter.trace(public.load(model), **inputs, decode=ours.manifest["decoded"], sections=["all"])
+    theirs = public.load(model)
+    with unchecked():  # shapes are checked in the tests of traces
+        ours = ir.trace(model, **inputs, decode=2, sections=["all"])
+        theirs = adapter.trace(theirs, **inputs, decode=ours.manifest["decoded"], sections=["all"])
     assert theirs.manifest["implementation"].startswith("transformers 5.")
     for key in ("prompt", "decoded", "images", "config", "positions", "dtype"):
         assert theirs.manifest[key] == ours.manifest[key], key

@@ -351,7 +351,7 @@ def test_the_usual_sections_are_those_not_on_request():
         (["layer.*.attention.prob*"], [0], {"layer.0.attention.probabilities"}),
         (["output.hidden", "layer.2.out"], [2], {"output.hidden", "layer.2.out"}),
     ],
-    ids=str,
+    ids=["one", "beginning left out", "of one layer", "pattern", "layers bind those of the text model"],
 )
 def test_sections_and_layers(sections, layers, expected):
     trace = ir.trace(random_model(), random_ids(1, 5), sections=sections, layers=layers)
