@@ -25,9 +25,7 @@ from playwright.sync_api import Page, expect, sync_playwright
 
 ROOT = Path(__file__).parents[1]
 LIMIT = time.monotonic() + 600  # seconds for everything here together
-SOURCES = {path.stem: path.read_text(encoding="utf-8") for path in sorted((ROOT / "notebooks").glob("*.ipynb"))}
-EXPLORING = [stem for stem, source in SOURCES.items() if "nb.explore(" in source]
-TRIED = ["00_tour", *[stem for stem in EXPLORING if stem != "00_tour"][:2]]
+TRIED = ["00_tour", "03_attention", "06_vision"]
 
 
 def left(most: float = 60) -> float:
@@ -119,9 +117,10 @@ def page(chromium) -> Iterator[Page]:
 
 @pytest.mark.parametrize("stem", TRIED)
 def test_runs_to_its_end_and_sliders_redraw(stem, lab, page):
+    source = (ROOT / f"notebooks/{stem}.ipynb").read_text(encoding="utf-8")
     page.goto(lab.format(stem))
     notebook = page.locator(".jp-Notebook")
-    cells = SOURCES[stem].count('"cell_type": "code"')
+    cells = source.count('"cell_type": "code"')
     expect(notebook.locator(".jp-CodeCell")).to_have_count(cells, timeout=left())
     page.get_by_role("button", name="| Idle").wait_for(timeout=left())  # in the status bar: a kernel is there
     prompts = notebook.locator(".jp-CodeCell .jp-InputPrompt")
@@ -139,7 +138,7 @@ def test_runs_to_its_end_and_sliders_redraw(stem, lab, page):
     assert notebook.locator("[data-mime-type='application/vnd.jupyter.stderr']").all_inner_texts() == []
 
     pictures = notebook.locator(".widget-html img")
-    assert pictures.count() == len(re.findall(r"nb\.explore\(", SOURCES[stem]))
+    assert pictures.count() == source.count("nb.explore(") > 0
     for picture, handle in zip(pictures.all(), _first_sliders(notebook), strict=True):
         before = picture.get_attribute("src")
         handle.focus()

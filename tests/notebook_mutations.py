@@ -42,22 +42,16 @@ MUTATIONS: dict[str, list[tuple[str, Callable[[Any], Any]]]] = {
         ("vision.LayerScale.forward", lambda f: lambda self, x, y: x + y),
     ],
     "train_nano": [
-        (
-            "nano.train.losses",
-            lambda f: lambda llm, h, labels, worth: f(llm, h, labels, worth.clamp(max=1)),
-        ),  # all text
+        # An answer counts as little as any text.
+        ("nano.train.losses", lambda f: lambda llm, h, labels, worth: f(llm, h, labels, worth.clamp(max=1))),
         ("nano.muon.orthogonal", lambda f: lambda g: 1.1 * f(g)),
-        (
-            "nano.train.Trainer.update",
-            lambda f: lambda self: (self.balance_rate.neg_(), f(self))[1],
-        ),  # towards the full
+        # The correction bias pushes towards the full experts.
+        ("nano.train.Trainer.update", lambda f: lambda self: (self.balance_rate.neg_(), f(self))[1]),
     ],
     "moe": [
         ("moe.softcap", lambda f: lambda x, cap: x),  # no cap
-        (
-            "moe.softcapped_swiglu",
-            lambda f: lambda gu, *caps: f(gu.view(len(gu), 2, -1).mT.flatten(1), *caps),
-        ),  # halves
+        # Gate rows first, then up rows, instead of interleaved.
+        ("moe.softcapped_swiglu", lambda f: lambda gu, *caps: f(gu.view(len(gu), 2, -1).mT.flatten(1), *caps)),
         ("moe.route", lambda f: lambda h, w, bias, *rest: f(h, w, 0 * bias, *rest)),  # the bias forgotten
         ("moe.experts", lambda f: lambda h, w, ids, *rest: f(h, w / w.sum(-1, keepdim=True), ids, *rest)),  # no scale
     ],
