@@ -138,7 +138,8 @@ def test_runs_to_its_end_and_sliders_redraw(stem, lab, page):
     assert notebook.locator("[data-mime-type='application/vnd.jupyter.stderr']").all_inner_texts() == []
 
     pictures = notebook.locator(".widget-html img")
-    assert pictures.count() == source.count("nb.explore(") > 0
+    assert "nb.explore(" in source
+    expect(pictures).to_have_count(source.count("nb.explore("), timeout=left())
     for picture, handle in zip(pictures.all(), _first_sliders(notebook), strict=True):
         before = picture.get_attribute("src")
         handle.focus()
