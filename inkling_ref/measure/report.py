@@ -341,7 +341,7 @@ class _Axes:
         logs = [math.log10(v) for v in values if v > 0 and math.isfinite(v)] or [0.0]
         self.low, self.high, self.n = math.floor(min(logs)), max(math.ceil(max(logs)), math.floor(min(logs)) + 1), n
 
-    def x(self, i: float) -> float:
+    def x(self, i: int | float) -> float:
         return _LEFT + (self.width - _LEFT - _RIGHT) * (i + 0.5) / self.n
 
     def y(self, value: float) -> float:
@@ -359,7 +359,7 @@ class _Axes:
         return lines
 
 
-def _dot(axes: _Axes, i: float, row: Row, r: float, first: bool) -> str:
+def _dot(axes: _Axes, i: int, row: Row, r: int | float, first: bool) -> str:
     x, y = axes.x(i), axes.y(row.error)
     title = html.escape(f"{row.name}: error {number(row.error)}, allowed {number(row.allowed)}, {row.status}")
     ring = f'<circle class="first" cx="{x:.1f}" cy="{y:.1f}" r="{r + 4}"/>' if first else ""
@@ -371,7 +371,7 @@ def _svg(axes: _Axes, label: str, parts: list[str]) -> str:
     return f'<svg viewBox="0 0 {axes.width} {_H}" role="img" aria-label="{html.escape(label)}">{body}</svg>'
 
 
-def _path(axes: _Axes, points: list[tuple[float, float]]) -> str:
+def _path(axes: _Axes, points: list[tuple[int, float]]) -> str:
     joined = " ".join(f"{axes.x(i):.1f},{axes.y(v):.1f}" for i, v in points)
     return f'<polyline class="allowed" points="{joined}"/>'
 

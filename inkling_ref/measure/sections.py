@@ -82,12 +82,12 @@ class Section:
 #
 # The numbers below are two to three times these; float32 has more room, for other orders of summation.
 TOLERANCES: dict[str, dict[str, float]] = {
-    "given": {"float64": 1e-15, "float32": 1e-7, "float16": 1e-3, "bfloat16": 5e-3, "gain": 0},
-    "stream": {"float64": 1e-13, "float32": 1e-5, "float16": 2e-3, "bfloat16": 1.2e-2, "gain": 6},
-    "narrow": {"float64": 1e-13, "float32": 1e-5, "float16": 2e-3, "bfloat16": 1.2e-2, "gain": 12},
-    "attention": {"float64": 1e-13, "float32": 1e-5, "float16": 2e-2, "bfloat16": 1.2e-1, "gain": 10},
-    "experts": {"float64": 1e-13, "float32": 1e-5, "float16": 4e-3, "bfloat16": 2.5e-2, "gain": 6},
-    "gelu": {"float64": 1e-13, "float32": 1e-5, "float16": 2e-3, "bfloat16": 1.2e-2, "gain": 10},
+    "given": {"float64": 1e-15, "float32": 1e-7, "float16": 1e-3, "bfloat16": 5e-3, "gain": 0.0},
+    "stream": {"float64": 1e-13, "float32": 1e-5, "float16": 2e-3, "bfloat16": 1.2e-2, "gain": 6.0},
+    "narrow": {"float64": 1e-13, "float32": 1e-5, "float16": 2e-3, "bfloat16": 1.2e-2, "gain": 12.0},
+    "attention": {"float64": 1e-13, "float32": 1e-5, "float16": 2e-2, "bfloat16": 1.2e-1, "gain": 10.0},
+    "experts": {"float64": 1e-13, "float32": 1e-5, "float16": 4e-3, "bfloat16": 2.5e-2, "gain": 6.0},
+    "gelu": {"float64": 1e-13, "float32": 1e-5, "float16": 2e-3, "bfloat16": 1.2e-2, "gain": 10.0},
 }
 
 _A = "layer.{i}.attention."
