@@ -81,7 +81,8 @@ class Log:
 
     def fork(self, slots: dict[int, "Slots"]) -> "Log":
         other = copy.copy(self)
-        other.data = self.data.clone()
+        with torch.inference_mode(False):  # as in `extend`
+            other.data = self.data.clone()
         return other
 
 
@@ -220,9 +221,7 @@ class Cache:
         other = copy.copy(self)
         copies = {id(slots): copy.copy(slots) for slots in self.slots}
         other.slots = list(copies.values())
-        other.layers = [
-            LayerCache(**{name: state.fork(copies) for name, state in vars(layer).items()}) for layer in self.layers
-        ]
+        other.layers = [LayerCache(**{n: s.fork(copies) for n, s in vars(layer).items()}) for layer in self.layers]
         return other
 
     snapshot = fork

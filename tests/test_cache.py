@@ -196,8 +196,11 @@ def test_an_exception_in_the_middle_leaves_the_cache_usable(model, ids, full):
     assert relative_rms(logits(model, ids[:, 15:], cache=cache), full[:, 15:]) < 1e-5
 
 
-def test_a_cache_filled_in_inference_mode_can_be_extended_outside(model, ids, full):
+@pytest.mark.parametrize("forked", [False, True], ids=["itself", "fork"])
+def test_a_cache_filled_in_inference_mode_can_be_extended_outside(model, ids, full, forked):
     cache = filled(model, ids[:, :13], 10)  # full layers now have room for twenty positions
+    with torch.inference_mode():
+        cache = cache.fork() if forked else cache
     for end in (14, 15, 30, T):
         start = cache.length
         with torch.no_grad():
