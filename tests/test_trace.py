@@ -84,18 +84,32 @@ def test_a_name_that_is_none(name):
 
 def test_inputs():
     names = {name_of(s, layer, step) for s in SECTIONS for layer in range(4) for step in range(3)}
-    assert inputs_of("layer.2.attention.q_projected", {"layer.1.out", "layer.2.attention.input", "logits"}) == [
+
+    def inputs(name: str, recorded: set[str]) -> list[str]:
+        return inputs_of(name, recorded)[0]
+
+    assert inputs("layer.2.attention.q_projected", {"layer.1.out", "layer.2.attention.input", "logits"}) == [
         "layer.2.attention.input"
     ]
-    assert inputs_of("layer.2.attention.q_projected", {"embedding.out", "layer.0.out", "layer.1.out"}) == [
+    assert inputs("layer.2.attention.q_projected", {"embedding.out", "layer.0.out", "layer.1.out"}) == [
         "embedding.out", "layer.0.out", "layer.1.out",
     ]  # fmt: skip
-    assert inputs_of("step.2.layer.1.conv_attn", names) == [
+    assert inputs("step.2.layer.1.conv_attn", names) == [
         "layer.1.attention.out", "step.1.layer.1.attention.out", "step.2.layer.1.attention.out",
     ]  # fmt: skip
-    assert inputs_of("vision.merged", names) == ["vision.3.out"]
-    assert inputs_of("logits", {"moe.3.out"}) == ["moe.3.out"]
-    assert inputs_of("embedding.rows", names) == []
+    assert inputs("vision.merged", names) == ["vision.3.out"]
+    assert inputs("logits", {"moe.3.out"}) == ["moe.3.out"]
+    assert inputs("embedding.rows", names) == []
+
+
+def test_what_lies_between():
+    """Of two traces one lacks a section: its inputs stand for it, and it may be to blame."""
+    names = {"layer.1.attention.gated", "layer.1.attention.out", "layer.1.attention.gate"}
+    compared = names - {"layer.1.attention.gated"}
+    found, between = inputs_of("layer.1.attention.out", names, compared)
+    assert found == ["layer.1.attention.gate"]
+    assert "layer.1.attention.gated" in between
+    assert not set(between) & compared
 
 
 # --- What is recorded ----------------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ from ..checkpoint import load
 from ..errors import InputError
 from ..tensor_files import CheckpointReader, Layout
 from .replay import replay
-from .sections import TOLERANCES, Section, _direct_inputs, order, parse
+from .sections import TOLERANCES, Section, inputs_of, order, parse
 from .trace import VERSION, Trace, chooser, read_manifest
 
 ELEMENT = 8.0  # m_t counts an eighth: the largest of a million errors is about five times their rms
@@ -444,16 +444,7 @@ class _Walk:
         self.ranked: dict[tuple[int, int | None], tuple[Tensor, Tensor]] = {}  # biased scores, of step and layer
 
     def inputs(self, name: str) -> tuple[list[str], list[str]]:
-        """The nearest sections before `name` that both have recorded, and those that lie between."""
-        found, hidden, waiting = set(), set(), _direct_inputs(name, self.a.names)
-        while waiting:
-            other = waiting.pop()
-            if other in self.common:
-                found.add(other)
-            elif other not in hidden:
-                hidden.add(other)
-                waiting += _direct_inputs(other, self.a.names)
-        return sorted(found, key=order), sorted(hidden, key=order)
+        return inputs_of(name, self.a.names, self.common)
 
     def incoming(self, name: str, names: list[str], hidden: list[str], shape: tuple[int, ...]) -> Tensor:
         """The largest error of the inputs that each token reads."""

@@ -27,6 +27,7 @@ import inspect
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -46,8 +47,9 @@ class Section:
         shape: axes, in the package's letters.
         equations: for each, `module: text that only that equation of the module's docstring holds`.
         source: `module.function: text of the line`, below `inkling_ref`.
-        inputs: patterns of the sections it is computed from. `{<i}` means every layer before; a leading `..` that it
-            reads earlier steps too, through the cache; `a|b` the first that there is; a final `?` if there is one.
+        inputs: patterns of the sections it is computed from. `{i-1}` is the layer before, `{<i}` every layer before,
+            `{*}` every layer, `{last}` the last; a leading `..`: it reads earlier steps too, through the cache;
+            `a|b`: the first that there is; a final `?`: if there is one.
         kind: how two of them are compared.
         tolerance: row of `TOLERANCES`.
         on_request, derived: see the module docstring.
@@ -93,7 +95,9 @@ TOLERANCES: dict[str, dict[str, float]] = {
 _A = "layer.{i}.attention."
 _M = "moe.{i}."
 _V = "vision.{i}."
-_SOURCES = ("embedding.out", "layer.{<i}.out")  # what the depth state of layer i consists of
+# What the depth state of layer i is made of. It holds the last layer and those that end blocks; the others are in their
+# sums, and to name them here too keeps the size of a block out of the table.
+_SOURCES = ("embedding.out", "layer.{<i}.out")
 
 _PICTURES = [
     Section(
@@ -429,6 +433,7 @@ class Place(NamedTuple):
     layer: int | None
 
 
+@cache
 def parse(name: str) -> Place:
     """The section that a recorded name belongs to.
 
@@ -458,24 +463,27 @@ def order(name: str) -> tuple[int, int, int, int]:
     return step, group, layer or 0, place
 
 
-def inputs_of(name: str, recorded: Collection[str]) -> list[str]:
-    """The recorded sections from which a recorded section is computed, in data-flow order.
+def inputs_of(
+    name: str, recorded: Collection[str], compared: Collection[str] | None = None
+) -> tuple[list[str], list[str]]:
+    """The nearest sections from which a section is computed, and those that lie between; both in data-flow order.
 
-    An input that is not recorded is replaced by its own inputs, so that the answer is about what there is to compare.
+    An input that is not there to compare is replaced by its own inputs.
+
+    Args:
+        recorded: names of the trace that `name` is from.
+        compared: those among them that there are to compare; None: all.
     """
-    found: dict[str, None] = {}
-    seen: set[str] = set()
-    waiting = _direct_inputs(name, recorded)
+    compared = recorded if compared is None else compared
+    found, between, waiting = set(), set(), _direct_inputs(name, recorded)
     while waiting:
         other = waiting.pop()
-        if other in seen:
-            continue
-        seen.add(other)
-        if other in recorded:
-            found[other] = None
-        else:
+        if other in compared:
+            found.add(other)
+        elif other not in between:
+            between.add(other)
             waiting += _direct_inputs(other, recorded)
-    return sorted(found, key=order)
+    return sorted(found, key=order), sorted(between, key=order)
 
 
 def _direct_inputs(name: str, recorded: Collection[str]) -> list[str]:
