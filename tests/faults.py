@@ -103,7 +103,6 @@ class Fault:
         config = replace(right.config, text=replace(right.config.text, **self.config))
         port = model.Inkling(config, Backend(**wrong)).eval().requires_grad_(False)
         port.load_state_dict(copy.deepcopy(right.state_dict()), assign=True)
-        port.requires_grad_(False)
         with ExitStack() as stack, torch.no_grad():
             self.change(port)
             for (owner, name), make in self.functions.items():

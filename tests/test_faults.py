@@ -4,7 +4,7 @@ from functools import cache
 
 import pytest
 import torch
-from faults import CONFIG, FAULTS, ROWS, healthy, inputs
+from faults import CONFIG, FAULTS, ROWS, TOKENS, healthy, inputs
 from helpers import unchecked
 from torch import Tensor, nn
 
@@ -42,14 +42,18 @@ def run(model: nn.Module, **changed) -> Trace:
         return trace(model, sections=["all"], **{**inputs(), **changed})
 
 
+def compared(*traces: Trace, **how) -> Comparison:
+    with unchecked():
+        return compare(*traces, **how)
+
+
 def replayed(port: Trace, until: str = "step.9.logits"):
     """The reference in bfloat16 on what the port recorded, up to a section: what follows it costs time only."""
 
     def result(name: str) -> Tensor:
         if order(name) > order(until):
             raise InputError(f"{name}: not to be replayed")
-        with unchecked():
-            return replay(right(torch.bfloat16), port, name)
+        return replay(right(torch.bfloat16), port, name)
 
     return result
 
@@ -63,7 +67,7 @@ def test_enough_faults_of_every_part():
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name.replace(" ", "-"))
 def test_float32(fault):
-    found = compare(reference(torch.float32), fault.trace(right(torch.float32)))
+    found = compared(reference(torch.float32), fault.trace(right(torch.float32)))
     assert found.exit_status == 1
     assert found.first.name == fault.section
     if found.first.inputs:
@@ -76,8 +80,8 @@ def test_float32(fault):
 def test_bfloat16(fault):
     """A port in bfloat16 beside the reference in float32: plainly, and with the port's inputs replayed."""
     port = fault.trace(right(torch.bfloat16))
-    plain = compare(reference(torch.float32), port)
-    sharp = compare(reference(torch.float32), port, replayed(port, until=fault.section))
+    plain = compared(reference(torch.float32), port)
+    sharp = compared(reference(torch.float32), port, replayed=replayed(port, until=fault.section))
     assert sharp.first.name == fault.section
     assert sharp.first.own is not None or not sharp.first.section.inputs
     found = None if plain.first is None else plain.first.name
@@ -93,14 +97,14 @@ def agree(found: Comparison, sections: int = 250) -> None:
 
 
 def test_float64_and_float32():
-    agree(compare(reference(torch.float64), reference(torch.float32)))
+    agree(compared(reference(torch.float64), reference(torch.float32)))
 
 
 def test_float32_and_bfloat16():
     port = reference(torch.bfloat16)
-    agree(compare(reference(torch.float32), port))
-    agree(compare(reference(torch.float32), port, replayed(port)))
-    agree(compare(port, reference(torch.float32)))
+    agree(compared(reference(torch.float32), port))
+    agree(compared(reference(torch.float32), port, replayed=replayed(port)))
+    agree(compared(port, reference(torch.float32)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -110,7 +114,7 @@ def test_one_pass_and_a_cache(dtype):
     ids, steps = kwargs["input_ids"], 9
     whole = run(right(dtype), decode=0)
     cached = run(right(dtype), input_ids=ids[:, :-steps], decode=ids[:, -steps:])
-    found = compare(whole, cached)
+    found = compared(whole, cached)
     agree(found)
     assert {parse(row.name).step for row in found.rows} == set(range(steps + 1))
 
@@ -120,7 +124,7 @@ def test_packed_and_dequantised_experts(dtype, tmp_path):
     save(right(torch.bfloat16), tmp_path / "model", experts="nvfp4+mxfp8")
     packed, dense = (load(tmp_path / "model", dtype=dtype, experts=how) for how in ("packed", "dequantize"))
     assert packed.llm.layers[0].mlp.experts.w13_weight.dtype == torch.uint8
-    agree(compare(run(dense), run(packed)))
+    agree(compared(run(dense), run(packed)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -133,10 +137,10 @@ def test_transformers(dtype, tmp_path):
         tmp_path / "model", dtype=dtype, attn_implementation="eager", experts_implementation="eager"
     ).eval()
     port = adapter.trace(theirs, sections=["all"], **inputs())
-    agree(compare(reference(dtype), port), sections=200)
-    agree(compare(reference(torch.float32), port), sections=200)
+    agree(compared(reference(dtype), port), sections=200)
+    agree(compared(reference(torch.float32), port), sections=200)
     if dtype == torch.bfloat16:
-        agree(compare(reference(torch.float32), port, replayed(port)), sections=200)
+        agree(compared(reference(torch.float32), port, replayed=replayed(port)), sections=200)
 
 
 def test_the_sizes_are_distinct():
@@ -146,6 +150,6 @@ def test_the_sizes_are_distinct():
         t.hidden_size, t.num_attention_heads, t.num_key_value_heads, t.head_dim, t.swa_num_attention_heads,
         t.swa_num_key_value_heads, t.swa_head_dim, t.d_rel, t.sliding_window_size, t.rel_extent, t.n_routed_experts,
         t.num_experts_per_tok, t.moe_intermediate_size, t.vocab_size, t.unpadded_vocab_size, v.hidden_size,
-        v.intermediate_size, v.projection_hidden_dim, ROWS, 31,
+        v.intermediate_size, v.projection_hidden_dim, ROWS, TOKENS,
     ]  # fmt: skip
     assert len(set(sizes)) == len(sizes)
