@@ -149,6 +149,11 @@ class Tokenizer:
             raise InputError(f"the vocabulary lacks the marker {marker}")
         return self.markers[marker]
 
+    @property
+    def end_ids(self) -> list[int]:
+        """The tokens that end a reply: `eos_token_id` of `generate`."""
+        return [self.markers[marker] for marker in (END_SAMPLING, END_OF_TEXT) if marker in self.markers]
+
     def token_bytes(self, token: int) -> bytes:
         """The bytes of text that a token stands for; none for special tokens and for ids without an entry."""
         if token not in self._bytes:

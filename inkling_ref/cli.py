@@ -122,7 +122,7 @@ def ask(
     with _importing():
         from . import checkpoint as checkpoints
         from . import generation
-        from .chat import END_OF_TEXT, END_SAMPLING, StreamParser, Tokenizer, render
+        from .chat import StreamParser, Tokenizer, render
         from .config import InklingConfig
         from .draft_files import find, load_drafter
         from .measure.cost import parameters
@@ -149,7 +149,7 @@ def ask(
         top_k=top_k,
         top_p=top_p,
         seed=seed,
-        eos_token_id=[tokenizer.markers[m] for m in (END_SAMPLING, END_OF_TEXT) if m in tokenizer.markers],
+        eos_token_id=tokenizer.end_ids,
         pixel_values=prompt.pixel_values,
         image_grid_thw=prompt.image_grid_thw,
         drafter=drafter,

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from ..chat import END_OF_TEXT, END_SAMPLING, Tokenizer, render
+from ..chat import Tokenizer, render
 from ..draft_files import load_drafter
 from ..errors import InputError
 from ..generation import generate
@@ -77,18 +77,18 @@ def compare(
 def by_task(
     folder: str | Path, model: Inkling, drafting: Any, tasks: Sequence[str], examples: int, temperature: float
 ) -> Iterator[tuple[str, Result]]:
-    """Nano's tasks, held-out prompts. Raises InputError for an unknown task."""
+    """Nano's tasks, held-out prompts. Raises InputError for an unknown task, before any is run."""
     from ..nano import rows, train_drafter
 
+    check_tasks(tasks)
     tokenizer = Tokenizer.from_pretrained(folder)
     encoder = rows.Encoder(tokenizer)
     for task in tasks:
-        check_task(task)
         made = train_drafter.prompts(task, examples, 0, encoder, held_out=True)
         if not made:
             raise InputError(f"task {task!r}: its prompts leave no room for an answer")
         prompts = [{"input_ids": [row.ids], **train_drafter.pictures([row], encoder)} for row in made]
-        result = compare(model, drafting, prompts, train_drafter.NEW_TOKENS, temperature, end_ids(tokenizer))
+        result = compare(model, drafting, prompts, train_drafter.NEW_TOKENS, temperature, tokenizer.end_ids)
         yield task, result
 
 
@@ -99,10 +99,10 @@ def all_tasks() -> tuple[str, ...]:
     return (*questions, "running text")
 
 
-def check_task(task: str) -> None:
+def check_tasks(tasks: Sequence[str]) -> None:
     """Raises InputError for one that does not exist."""
-    if task not in all_tasks():
-        raise InputError(f"task {task!r}: expected one of {', '.join(all_tasks())}")
+    if unknown := [task for task in tasks if task not in all_tasks()]:
+        raise InputError(f"task {unknown[0]!r}: expected one of {', '.join(all_tasks())}")
 
 
 @dataclass
@@ -120,14 +120,13 @@ def same_answers(
 ) -> Iterator[tuple[str, Same]]:
     """Whether greedy answers are token for token those of plain decoding, on held-out prompts of every length.
 
-    Raises InputError for an unknown task.
+    Raises InputError for an unknown task, before any is run.
     """
     from ..nano import rows, train_drafter
 
+    check_tasks(tasks)
     tokenizer = Tokenizer.from_pretrained(folder)
-    encoder, ended = rows.Encoder(tokenizer), end_ids(tokenizer)
-    for task in tasks:
-        check_task(task)
+    encoder, ended = rows.Encoder(tokenizer), tokenizer.end_ids
     for task in tasks:
         made = train_drafter.prompts(task, examples, 0, encoder, True, model.config.text.max_position_embeddings)
         size = max(1, BATCH_TOKENS // max(len(row.ids) for row in made))
@@ -149,13 +148,13 @@ def same_answers(
 
 
 def some_ids(model: Inkling, length: int = 64) -> Int[Tensor, "1 T"]:
-    """A prompt [1, length] for timing: what it says is all one."""
+    """A prompt for timing, whose text does not matter."""
     return (torch.arange(length, device=model.device) % model.config.text.unpadded_vocab_size)[None]
 
 
 def end_ids(tokenizer: Tokenizer) -> list[int]:
     """What ends a reply."""
-    return [tokenizer.markers[m] for m in (END_SAMPLING, END_OF_TEXT) if m in tokenizer.markers]
+    return tokenizer.end_ids
 
 
 def find_layout(folder: str | Path, model: Inkling) -> list[tuple[dict[str, Any], float, float]]:
@@ -165,7 +164,7 @@ def find_layout(folder: str | Path, model: Inkling) -> list[tuple[dict[str, Any]
     """
     tokenizer = Tokenizer.from_pretrained(folder)
     prompts = [render([{"role": "user", "content": q}], tokenizer, config=model.config).input_ids for q in QUESTIONS]
-    ended, found = end_ids(tokenizer), []
+    ended, found = tokenizer.end_ids, []
     has_output = load_drafter(folder, model).config.target_layer_ids[-1] == model.config.text.num_hidden_layers
     for values in product(*({**OPEN, **({} if has_output else {"final_tap": ("norm",)})}).values()):
         choices = dict(zip(OPEN, values, strict=True))
