@@ -141,7 +141,7 @@ def stream(
     if prefill_chunk is not None:
         check_count("prefill_chunk", prefill_chunk, 1)
     config = model.config.text
-    rows = _read_rows(input_ids, attention_mask, config.unpadded_vocab_size)
+    rows = read_rows(input_ids, attention_mask, config.unpadded_vocab_size)
     limit = config.max_position_embeddings
     for row, prompt in enumerate(rows):
         if len(prompt) > limit:
@@ -294,12 +294,12 @@ def _read_eos(eos: Any, vocab_size: int) -> set[int]:
     return set(ids)
 
 
-def _read_rows(input_ids: Any, attention_mask: Any, vocab_size: int) -> list[list[int]]:
-    """The tokens of every row, without padding."""
-    rows = _as_rows("input_ids", input_ids)
+def read_rows(input_ids: Any, attention_mask: Any, vocab_size: int, name: str = "input_ids") -> list[list[int]]:
+    """The tokens of every row, without padding. Raises InputError about the argument `name`."""
+    rows = _as_rows(name, input_ids)
     masks = [[1] * len(row) for row in rows] if attention_mask is None else _as_rows("attention_mask", attention_mask)
     if [len(mask) for mask in masks] != [len(row) for row in rows]:
-        raise InputError("attention_mask: expected one entry for every entry of input_ids")
+        raise InputError(f"attention_mask: expected one entry for every entry of {name}")
     prompts = []
     for row, (ids, mask) in enumerate(zip(rows, masks, strict=True)):
         prompt = []
@@ -307,10 +307,10 @@ def _read_rows(input_ids: Any, attention_mask: Any, vocab_size: int) -> list[lis
             if not is_token:
                 continue
             if not 0 <= token < vocab_size:
-                raise InputError(f"input_ids: row {row}, column {column} is {token}, expected 0 <= id < {vocab_size}")
+                raise InputError(f"{name}: row {row}, column {column} is {token}, expected 0 <= id < {vocab_size}")
             prompt.append(token)
         if not prompt:
-            raise InputError(f"input_ids: row {row} has no tokens, expected a prompt of at least one")
+            raise InputError(f"{name}: row {row} has no tokens, expected at least one")
         prompts.append(prompt)
     return prompts
 

@@ -406,7 +406,7 @@ def test_positions():
         ({"decode": -1}, "decode: -1 tokens after 5, expected"),
         ({"decode": 4092}, "at most 4096 together"),
         ({"decode": [[1], [2]]}, "decode: rows of"),
-        ({"decode": [[77]]}, "is 77, expected"),
+        ({"decode": [[77]]}, "decode: row 0, column 0 is 77, expected"),
         ({"pixel_values": torch.zeros(2, 8, 8, 3)}, "image_grid_thw: missing"),
     ],
     ids=lambda v: next(iter(v)) if isinstance(v, dict) else "",

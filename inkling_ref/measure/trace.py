@@ -38,7 +38,7 @@ from .. import __version__, attention, residual, vision
 from ..backends import Backend
 from ..config import InklingConfig
 from ..errors import InputError
-from ..generation import _read_rows
+from ..generation import read_rows
 from ..moe import ExpertMatrix
 from ..tensor_files import CheckpointReader, Layout, Part, write_file
 from .sections import SECTIONS, name_of
@@ -518,10 +518,10 @@ class Run:
     ) -> "Run":
         """Arguments as of `trace`. Raises InputError."""
         text = config.text
-        rows = _read_rows(input_ids, attention_mask, text.unpadded_vocab_size)
+        rows = read_rows(input_ids, attention_mask, text.unpadded_vocab_size)
         T, forced = max(map(len, rows)), None
         if not isinstance(decode, int):
-            forced = _read_rows(decode, None, text.unpadded_vocab_size)
+            forced = read_rows(decode, None, text.unpadded_vocab_size, "decode")
             if len(forced) != len(rows) or len({len(row) for row in forced}) != 1:
                 lengths = [*map(len, forced)]
                 raise InputError(f"decode: rows of {lengths} tokens, expected equally many for each of {len(rows)}")
