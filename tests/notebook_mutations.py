@@ -61,4 +61,10 @@ MUTATIONS: dict[str, list[tuple[str, Callable[[Any], Any]]]] = {
         ("moe.softcap", lambda f: lambda x, cap: x),  # the reference is wrong
         ("measure.adapters.recorded._order_choices", lambda f: lambda tensors: None),  # experts best first
     ],
+    "dspark": [
+        ("sampling.accept", lambda f: lambda p, q, *rest: f(p, q.sqrt(), *rest)),  # not what drafts were drawn from
+        ("dspark.Drafter.fuse", lambda f: lambda self, taps: f(self, {**taps, 5: taps[11]})),  # one tap twice
+        ("dspark.Drafter.slots", lambda f: lambda self, anchors: f(self, anchors).flip(-1)),  # the anchor last
+        ("dspark.MarkovHead.step", lambda f: lambda self, h, x, s, used: f(self, h, x, 0 * s, used)),  # state forgotten
+    ],
 }
