@@ -465,6 +465,7 @@ def compare(
         from .measure import compare as comparing
         from .measure import report
         from .measure.adapters import recorded
+        from .tensor_files import whole_file
 
     if len(port) > 1 and map_file is None:
         raise InputError(f"compare: {len(port)} dumps of the port, expected one trace, or --map")
@@ -474,7 +475,8 @@ def compare(
     report.show(found, everything)
     for path, make in ((json_file, report.to_json), (html_file, report.to_html)):
         if path is not None:
-            report.write(path, make(found))
+            with whole_file(path) as partial:
+                partial.write_text(make(found), encoding="utf-8")
     return found.exit_status
 
 

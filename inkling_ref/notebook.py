@@ -44,6 +44,7 @@ from .chat import Tokenizer
 from .checkpoint import load
 from .errors import InputError
 from .model import Inkling
+from .tensor_files import whole_file
 
 NANO = Path(__file__).parent / "data" / "nano"
 WIDGET = "application/vnd.jupyter.widget-view+json"  # dead in a saved notebook
@@ -291,10 +292,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             if not options.check:
                 text = nbformat.writes(normalised(executed(path))) + "\n"
-                # The whole file or none: a reader never meets half a notebook.
-                temporary = path.with_suffix(".tmp")
-                temporary.write_text(text, encoding="utf-8")
-                os.replace(temporary, path)
+                with whole_file(path) as partial:
+                    partial.write_text(text, encoding="utf-8")
                 print(path)
             elif nbformat.writes(normalised(read(path))) + "\n" != path.read_text(encoding="utf-8"):
                 raise InputError(f"{path}: not in normal form; `make notebooks` executes and normalises")

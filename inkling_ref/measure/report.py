@@ -3,10 +3,8 @@
 import html
 import json
 import math
-import os
 import re
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -229,17 +227,6 @@ def _finite(x: Any) -> Any:
     if isinstance(x, (list, tuple)):
         return [_finite(value) for value in x]
     return None if isinstance(x, float) and not math.isfinite(x) else x
-
-
-def write(path: str | Path, text: str) -> None:
-    """The file is there when it is whole. Raises OSError."""
-    path = Path(path)
-    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 # --- HTML ----------------------------------------------------------------------------------------------------------

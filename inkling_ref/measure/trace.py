@@ -20,7 +20,6 @@ the end.
 import fnmatch
 import inspect
 import json
-import os
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -40,7 +39,7 @@ from ..config import InklingConfig
 from ..errors import InputError
 from ..generation import read_rows
 from ..moe import ExpertMatrix
-from ..tensor_files import CheckpointReader, Layout, Part, write_file
+from ..tensor_files import CheckpointReader, Layout, Part, whole_file, write_file
 from .sections import SECTIONS, name_of
 
 KEY = "inkling_trace"  # of the manifest in a file's metadata
@@ -65,18 +64,13 @@ class Trace:
 
     def save(self, path: str | Path) -> None:
         """Write one file; it is there when it is whole. Raises OSError."""
-        path = Path(path)
         parts = [
             Part({name: Layout(t.dtype, tuple(t.shape))}, lambda name=name, t=t: {name: t})
             for name, t in self.tensors.items()
         ]
-        partial_path = path.with_name(f".{path.name}.partial-{os.getpid()}")
-        try:
+        with whole_file(Path(path)) as partial_path:
             for _ in write_file(partial_path, parts, {KEY: json.dumps(self.manifest)}):
                 pass
-            os.replace(partial_path, path)
-        finally:
-            partial_path.unlink(missing_ok=True)
 
     @classmethod
     def read(cls, path: str | Path) -> "Trace":

@@ -6,7 +6,6 @@ Digits are split one by one, so that a number is read and written column by colu
 vocabulary: any text can be encoded. Training is deterministic.
 """
 
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from .. import chat
 from ..errors import InputError
+from ..tensor_files import whole_file
 from .rows import Encoder, generator, make_row, short_plan
 
 SHIPPED = Path(__file__).parent.parent / "data" / "nano"  # the folder of the shipped tokenizer.json and checkpoint
@@ -96,9 +96,8 @@ def main(folder: str) -> None:
     """Train and write `folder`/tokenizer.json."""
     path = Path(folder) / "tokenizer.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".unfinished")
-    train().save(str(unfinished))
-    os.replace(unfinished, path)
+    with whole_file(path) as partial:
+        train().save(str(partial))
 
 
 if __name__ == "__main__":
