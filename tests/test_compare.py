@@ -434,6 +434,25 @@ def test_replay_of_one_section(capsys, monkeypatch, files, tmp_path):
     assert status == 0  # their inputs are wrong, they are not
 
 
+def test_replay_with_other_weights(capsys, monkeypatch, files):
+    """The shipped nano's, where no --checkpoint says otherwise."""
+    traces = (files / "ours.safetensors", files / "port.safetensors")
+    status, out, err = run(capsys, monkeypatch, *traces, "--replay", "layer.*.conv_attn")
+    assert (status, out) == (2, "")
+    assert re.match(r"error: compare: nothing could be replayed, for example: replay of layer\.0\.conv_attn: ", err)
+
+
+def test_what_could_not_be_replayed_is_noted(ours):
+    def replayed(name: str) -> Tensor:
+        if name.startswith("moe."):
+            raise InputError(f"{name}: no")
+        return ours.tensors[name]
+
+    found = compare(ours, ours, replayed, sections=["moe.*.out", "layer.*.out"])
+    assert found.exit_status == 0
+    assert found.notes == ["3 sections not replayed but compared as recorded, for example: moe.0.out: no"]
+
+
 def test_a_dump_and_a_map(capsys, monkeypatch, files, of_fault, tmp_path):
     from safetensors.torch import save_file
 

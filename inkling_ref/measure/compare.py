@@ -316,12 +316,13 @@ def compare(
 
     Args:
         replayed: gives what the reference makes of the other's recorded inputs: `functools.partial(replay, model,
-            other)`. Sections for which it raises InputError are compared as they were recorded.
+            other)`. Sections for which it raises InputError are compared as they were recorded, which is noted.
         sections: compare these alone, patterns as `trace` takes them; None: all.
         dtype: whose tolerances to use; None: the coarser of both manifests' and of the tensors'.
 
     Raises:
-        InputError: nothing can be compared: no section in common, other prompts, pictures or positions.
+        InputError: nothing can be compared: no section in common, other prompts, pictures or positions, inputs that
+            cannot be replayed with these weights.
     """
     with ExitStack() as stack:
         a, b = (stack.enter_context(Recorded(source)) for source in (reference, other))
@@ -339,6 +340,10 @@ def compare(
         rows = [walk.row(name) for name in common if wanted(name.removeprefix(f"step.{parse(name).step}."))]
         if not rows:
             raise InputError(f"compare: both traces lack {', '.join(sections)}, expected sections that both have")
+        if (failed := walk.not_replayed) and all(row.own is None for row in rows):
+            raise InputError(f"compare: nothing could be replayed, for example: {failed[0]}")
+        if failed:
+            notes.append(f"{len(failed)} sections not replayed but compared as recorded, for example: {failed[0]}")
         first = next((row for row in rows if row.status == "departs"), None)
         between, hints = [], []
         if first is not None:
@@ -441,6 +446,7 @@ class _Walk:
     def __init__(self, a: Recorded, b: Recorded, common: set[str], dtype: str, replay: Replay | None) -> None:
         self.a, self.b, self.common, self.dtype, self.replay = a, b, common, dtype, replay
         self.errors: dict[str, Tensor] = {}
+        self.not_replayed: list[str] = []  # why
         self.ranked: dict[tuple[int, int | None], tuple[Tensor, Tensor]] = {}  # biased scores, of step and layer
 
     def inputs(self, name: str) -> tuple[list[str], list[str]]:
@@ -482,7 +488,8 @@ class _Walk:
             return None
         try:
             return self.replay(name).cpu()
-        except InputError:
+        except InputError as error:
+            self.not_replayed.append(str(error))
             return None
 
     def row(self, name: str) -> Row:
