@@ -195,7 +195,8 @@ def _embedding(at: _At) -> Float[Tensor, "B T D"]:
 # --- Attention -----------------------------------------------------------------------------------------------------
 
 
-def _attn_input(at: _At, x: str) -> Tensor:
+def _read_by(x: str, at: _At) -> Tensor:
+    """What the projection of q, k or v reads."""
     return at(_A + "input" if at.module.is_sliding else f"{_A}input_{x}")
 
 
@@ -203,7 +204,7 @@ def _projected(x: str, linear: str) -> Callable[[_At], Tensor]:
     def compute(at: _At) -> Tensor:
         sizes = at.module.attn.sizes
         heads = sizes.num_key_value_heads if x in "kv" else sizes.num_heads
-        y = getattr(at.module.attn, linear)(_attn_input(at, "q" if x == "r" else x))
+        y = getattr(at.module.attn, linear)(_read_by("q" if x == "r" else x, at))
         return y if linear == "attn_sink_proj" else y.unflatten(-1, (heads, -1))
 
     return compute
@@ -230,7 +231,7 @@ def _scaled(x: str) -> Callable[[_At], Tensor]:
 def _taps(x: str) -> Callable[[_At], Tensor]:
     def compute(at: _At) -> Tensor:
         weight = getattr(at.module.attn, f"{x}_sconv").weight_proj
-        return F.linear(_attn_input(at, x), weight).unflatten(-1, (-1, at.text.conv_kernel_size))
+        return F.linear(_read_by(x, at), weight).unflatten(-1, (-1, at.text.conv_kernel_size))
 
     return compute
 
