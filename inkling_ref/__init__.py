@@ -26,7 +26,8 @@ One letter means one thing, in code, equations, figures and prose::
 `q`, `k`, `v`, `r` in lower case are the query, key, value and relative states of attention; where `k` could
 be read both ways the code writes `num_experts_per_tok`. Some modules keep letters of their own: in `quantization` K
 are the columns of a weight [E, N, K], as the format's tensors are described; in `vision` D is the encoder's width;
-where tokens are drafted, N are the slots of a block, n drafted tokens, k a place among them.
+where tokens are drafted, C is the drafter's context, N are the slots of a block, gamma the tokens that it drafts and n
+those of one round, k a place among them, r the rank of its head.
 
 A component is a stem: `inkling_ref/short_conv.py`, `tests/test_short_conv.py` and so on. They import downwards only:
 errors, config, residual, then short_conv, quantization and vision, then attention and moe, then backends and cache,

@@ -10,8 +10,9 @@ so that training itself never runs it.
 **Blocks.** From every text a few anchors p are drawn within the answer; the block of each begins at p. All blocks of a
 text run in one pass, each seeing the context before its anchor and itself: what decoding would show it.
 
-**Loss.** With the tokens before k taken from the text (the recurrence runs over the block from s = 0), q_k the
-drafter's distribution, p_k the target's, y_k the text's token, and k counted from 1:
+**Loss.** DeepSpec's, with its weights (DSpark paper, sections 3.3 and 5). With the tokens before k taken from the text
+(the recurrence runs over the block from s = 0), q_k the drafter's distribution, p_k the target's, y_k the text's token,
+and k counted from 1:
 
 $$ w_k = e^{-(k-1)/4} \, \mathrm{valid}_k, \qquad \langle x \rangle = \sum w_k x_k / \sum w_k $$
 
@@ -85,7 +86,7 @@ class Texts:
 
     def rows(self, pick: Int[Tensor, " b"]) -> "Texts":
         """Some of them."""
-        taps = {id: t[pick] for id, t in self.taps.items()}
+        taps = {i: t[pick] for i, t in self.taps.items()}
         return Texts(self.ids[pick], self.prompt[pick], self.end[pick], taps, self.hidden[pick])
 
 
@@ -160,7 +161,7 @@ def corpus(model: Inkling, encoder: rows.Encoder, eos: int, number: int, seed: i
     ]
     return Texts(
         *(torch.cat([getattr(p, name) for p in parts]) for name in ("ids", "prompt", "end")),
-        {id: torch.cat([p.taps[id] for p in parts]) for id in parts[0].taps},
+        {i: torch.cat([p.taps[i] for p in parts]) for i in parts[0].taps},
         torch.cat([p.hidden for p in parts]),
     )
 
@@ -302,7 +303,7 @@ def train(
 
     if device.type == "cuda":
         learning_rate.zero_()  # nothing is learned before the clock starts
-        update = recorded(update)
+        update = captured(update)
     history: list[dict] = []
     started, noted = time.monotonic(), -1e9
     for step in count():
@@ -322,7 +323,7 @@ def train(
     return history
 
 
-def recorded(update: Callable[[], Losses]) -> Callable[[], Losses]:
+def captured(update: Callable[[], Losses]) -> Callable[[], Losses]:
     """The same step as one CUDA graph: its two thousand small kernels take longer to launch than to run."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
