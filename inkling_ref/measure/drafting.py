@@ -152,11 +152,6 @@ def some_ids(model: Inkling, length: int = 64) -> Int[Tensor, "1 T"]:
     return (torch.arange(length, device=model.device) % model.config.text.unpadded_vocab_size)[None]
 
 
-def end_ids(tokenizer: Tokenizer) -> list[int]:
-    """What ends a reply."""
-    return tokenizer.end_ids
-
-
 def find_layout(folder: str | Path, model: Inkling) -> list[tuple[dict[str, Any], float, float]]:
     """(choices, acceptance of the first draft, mean acceptance of the others) of all combinations, the best first.
 
