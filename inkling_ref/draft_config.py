@@ -4,8 +4,10 @@ The released drafter of Inkling 2 says little about itself; each choice that a f
 that it can be switched and judged by what the target accepts. None of them can make the text wrong.
 """
 
-from dataclasses import dataclass, field
-from typing import Literal, no_type_check
+from dataclasses import dataclass, field, fields
+from inspect import formatannotation
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin, no_type_check
 
 from .config import TextConfig
 from .errors import InputError
@@ -58,41 +60,56 @@ class DSparkConfig:
 
     def check(self, target: TextConfig) -> None:
         """Raises InputError naming the key that is impossible in itself or for that target."""
+        for f in fields(self):
+            if not _fits(value := getattr(self, f.name), f.type):
+                choices = f"one of {', '.join(get_args(f.type))}" if get_origin(f.type) is Literal else None
+                raise InputError(f"drafter: {f.name} is {value!r}, expected {choices or formatannotation(f.type)}")
         L, ids = target.num_hidden_layers, self.target_layer_ids
         least = -1 if self.tap == "after" else 0
-        choices = {
-            "tap": ("after", "before", "mixed"), "final_tap": ("mix", "norm"), "qk_norm": ("clip", "rms"),
-            "markov_head_type": ("rnn", "gated", "vanilla", "none"),
-        }  # fmt: skip
-        for key, allowed in choices.items():
-            if getattr(self, key) not in allowed:
-                raise InputError(f"drafter: {key} is {getattr(self, key)!r}, expected one of {', '.join(allowed)}")
-        wrong = {
-            "num_hidden_layers": (self.num_hidden_layers < 1, "at least 1"),
-            "num_attention_heads": (
-                self.num_key_value_heads < 1 or self.num_attention_heads % self.num_key_value_heads,
-                f"a multiple of num_key_value_heads {self.num_key_value_heads}",
-            ),
-            "target_layer_ids": (
+        G, longest = self.num_key_value_heads, target.max_position_embeddings
+        sizes = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
+        wrong = [
+            *((key, getattr(self, key) < 1, "at least 1") for key in sizes),
+            *((key, getattr(self, key) < 0, "at least 0") for key in ("d_rel", "rel_extent", "rms_norm_eps")),
+            ("num_attention_heads", G and self.num_attention_heads % G, f"a multiple of num_key_value_heads {G}"),
+            (
+                "target_layer_ids",
                 not ids or ids != sorted(set(ids)) or not least <= ids[0] <= ids[-1] <= L,
                 f"ascending layers from {least} to {L}",
             ),
-            "block_size": (self.num_draft_tokens < 1, "at least one drafted token"),
-            "mask_token_id": (
+            ("block_size", self.num_draft_tokens < 1, "at least one drafted token"),
+            ("block_size", self.block_size > longest, f"at most max_position_embeddings {longest}"),
+            (
+                "mask_token_id",
                 not 0 <= self.mask_token_id < target.vocab_size,
                 f"0 <= id < vocab_size {target.vocab_size}",
             ),
-            "markov_rank": (
+            (
+                "markov_rank",
                 self.markov_rank < (self.markov_head_type != "none"),
                 f"at least 1 for markov_head_type {self.markov_head_type}",
             ),
-            "confidence_head_with_markov": (
+            (
+                "confidence_head_with_markov",
                 self.enable_confidence_head and self.confidence_head_with_markov and self.markov_head_type == "none",
                 "false without a Markov head",
             ),
-            "windows": (len(self.windows) not in (0, self.num_hidden_layers), "one a layer"),
-            "rope_theta": (self.rope_theta is not None and self.head_dim % 2, "none for an odd head_dim"),
-        }
-        for key, (is_wrong, expected) in wrong.items():
+            ("windows", len(self.windows) not in (0, self.num_hidden_layers), "one a layer"),
+            ("windows", any(w is not None and w < 1 for w in self.windows), "at least 1, or null"),
+            ("rope_theta", self.rope_theta is not None and self.rope_theta <= 0, "more than 0"),
+            ("rope_theta", self.rope_theta is not None and self.head_dim % 2, "none for an odd head_dim"),
+        ]
+        for key, is_wrong, expected in wrong:
             if is_wrong:
                 raise InputError(f"drafter: {key} is {getattr(self, key)!r}, expected {expected}")
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a JSON value is of the annotated kind: whole numbers are floats too, true and false no numbers."""
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    if get_origin(kind) is list:
+        return isinstance(value, list) and all(_fits(entry, get_args(kind)[0]) for entry in value)
+    if get_origin(kind) is UnionType:
+        return any(_fits(value, option) for option in get_args(kind))
+    return type(value) in ((int, float) if kind is float else (kind,))

@@ -118,14 +118,18 @@ def _read_config(folder: Path, model: Inkling) -> dict[str, Any]:
     for section in ({k: v for k, v in data.items() if k not in _OF_TARGET}, *sections):
         for key, value in section.items():
             if key in _AFTER_NEXT and value is not None:
+                if not isinstance(value, list) or not all(isinstance(id, int) for id in value):
+                    raise InputError(f"{path}: {key} is {value!r}, expected a list of layers")
                 said["target_layer_ids"] = [id - 1 for id in value]
             elif (name := _ALIASES.get(key, key)) in known and value is not None:
                 said[name] = value
             elif key == "draft_vocab_size" and value not in (None, _used(model), model.config.text.vocab_size):
                 raise InputError(f"{path}: {key} is {value}, expected the target's vocabulary, {_used(model)}")
         if section in sections and "layer_types" in section:
-            window = section.get("sliding_window")
-            said["windows"] = [window if "sliding" in kind else None for kind in section["layer_types"]]
+            window, kinds = section.get("sliding_window"), section["layer_types"]
+            if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
+                raise InputError(f"{path}: layer_types is {kinds!r}, expected a list of names")
+            said["windows"] = [window if "sliding" in kind else None for kind in kinds]
     other = {key for section in sections for key in section} - known - set(_ALIASES) - set(_AFTER_NEXT) - _NOT_OURS
     if other := sorted(other - {"layer_types", "sliding_window", "draft_vocab_size"}):
         warnings.warn(f"{path}: unknown keys of the drafter ignored: {', '.join(other)}", stacklevel=3)
@@ -142,7 +146,7 @@ def _config(
     """Sizes and kinds from the tensors; the rest from `said`, and `choices` above all."""
 
     def shape(name: str, axes: int = 2) -> tuple[int, ...]:
-        if len(shapes.get(name, ())) != axes:
+        if len(shapes.get(name, ())) != axes or 0 in shapes[name]:
             raise InputError(f"{file}: {name} is {list(shapes[name]) if name in shapes else 'missing'}")
         return shapes[name]
 
@@ -156,7 +160,8 @@ def _config(
     kind = next((k for part, k in kinds.items() if f"markov_head.{part}.weight" in shapes), "vanilla")
     has_head = any(name.startswith("markov_head.") for name in shapes)
     rank = shape("markov_head.markov_w1.weight")[1] if has_head else 0
-    confidence = shapes.get("confidence_head.proj.weight", (1, 0))[1]
+    head = "confidence_head.proj.weight"
+    confidence = shape(head)[1] if head in shapes else 0
     derived = {
         "num_hidden_layers": len(layers),
         "num_attention_heads": shape(attention + "q_proj.weight")[0] // d,
@@ -185,10 +190,12 @@ def _config(
     for key in ("target_layer_ids", "mask_token_id"):
         if key not in values:
             raise InputError(f"{file}: {key} is missing in config.json; give load_drafter one (fc reads {taps} taps)")
-    if rest or taps != len(values["target_layer_ids"]):
+    config = DSparkConfig(**values)
+    config.check(model.config.text)
+    if rest or taps != len(config.target_layer_ids):
         wide = f"{taps} taps of {model.config.text.hidden_size}" if not rest else f"{shape('fc.weight')[1]} channels"
-        raise InputError(f"{file}: target_layer_ids is {values['target_layer_ids']}, but fc.weight reads {wide}")
-    return DSparkConfig(**values)
+        raise InputError(f"{file}: target_layer_ids is {config.target_layer_ids}, but fc.weight reads {wide}")
+    return config
 
 
 def _check(reader: CheckpointReader, names: dict[str, str], expected: dict[str, Tensor], file: Path, model: Inkling):

@@ -140,6 +140,8 @@ def test_choices_win(folder, model):
     assert {key: getattr(config, key) for key in choices} == choices
     with pytest.raises(InputError, match="unknown choice causal"):
         load_drafter(folder, model, causal=True)
+    with pytest.raises(InputError, match="head_dim is -1, expected at least 1"):
+        load_drafter(folder, model, head_dim=-1)
 
 
 def test_unknown_keys_warn(folder, model):
@@ -170,6 +172,16 @@ def test_unknown_keys_warn(folder, model):
         ({"enable_confidence_head": False}, "the config says enable_confidence_head False"),
         ({"draft_vocab_size": 20}, "draft_vocab_size is 20, expected the target's vocabulary, 40"),
         ({"tap": "around"}, "tap is 'around'"),
+        ({"block_size": "8"}, "block_size is '8', expected int"),
+        ({"block_size": 10**9}, "block_size is 1000000000, expected at most max_position_embeddings"),
+        ({"is_causal": "no"}, "is_causal is 'no', expected bool"),
+        ({"target_layer_ids": 3}, "target_layer_ids is 3, expected list"),
+        ({"rope_theta": -1}, "rope_theta is -1, expected more than 0"),
+        ({"windows": [0, 4]}, r"windows is \[0, 4\], expected at least 1"),
+        ({"aux_hidden_state_layer_ids": 5}, "aux_hidden_state_layer_ids is 5, expected a list"),
+        ({"layer_types": [1, 2]}, r"layer_types is \[1, 2\], expected a list of names"),
+        ({"add": {"confidence_head.proj.weight": torch.ones(39)}}, r"confidence_head.proj.weight is \[39\]"),
+        ({"add": {"layers.0.self_attn.q_l2_clip.scale": torch.ones(4, 0)}}, r"q_l2_clip.scale is \[4, 0\]"),
     ],
     ids=str,
 )
