@@ -73,7 +73,7 @@ def read(
         InputError: naming the tensor whose shape does not fit its axes, or the rule that cannot be followed.
     """
     names = names if isinstance(names, dict) else read_json(Path(names))
-    manifest = dict(like.manifest if isinstance(like, Trace) else read_manifest(like))
+    manifest = like.manifest if isinstance(like, Trace) else read_manifest(like)
     if "prompt" not in manifest or "config" not in manifest:
         raise InputError(
             f"like: {like if isinstance(like, (str, Path)) else 'a trace'} has no prompt, expected a trace"
@@ -102,8 +102,10 @@ def read(
         if not name.startswith("vision."):
             tensors[name] = _without_padding(tensor, name, lengths, padding == "left")
     _order_choices(tensors)
-    about = {"version": VERSION, "implementation": names.get("implementation", "unnamed"), "positions": None}
-    return Trace(tensors, {**manifest, **about, "backend": {}, "dtype": _dtype(tensors)})
+    # What ran is the dump's own affair; on which input it ran is the reference's word.
+    about = {"version": VERSION, "implementation": names.get("implementation", "unnamed"), "dtype": _dtype(tensors)}
+    same = {key: manifest[key] for key in ("prompt", "decoded", "images", "config") if key in manifest}
+    return Trace(tensors, {**about, **same, "positions": None})
 
 
 def _dtype(tensors: dict[str, Tensor]) -> str:
