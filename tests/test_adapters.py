@@ -187,11 +187,7 @@ def test_layouts(tmp_path, ours):
     theirs = recorded.read(files, tmp_path / "map.json", like=tmp_path / "ours.safetensors")
     assert theirs.manifest["implementation"] == "stranger 1"
     assert theirs.manifest["prompt"] == ours.manifest["prompt"]
-    assert not theirs.manifest.keys() & {
-        "device",
-        "backend",
-        "versions",
-    }  # the reference's, of which the dump tells nothing
+    assert not theirs.manifest.keys() & {"device", "backend", "versions"}  # a dump does not tell
     sections = {parse(name).section.name for name in theirs.tensors}
     assert len(theirs.tensors) == 3 * (4 * (len(sections) - 1) + 1)
     assert len(sections) == 18
