@@ -5,6 +5,7 @@ import json
 import math
 import re
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from rich import box
@@ -115,14 +116,14 @@ def plain(latex: str) -> str:
 def show(c: Comparison, everything: bool = False, console: Console | None = None) -> None:
     """Verdict first, then what matters to it, then counts; with `everything` every section."""
     console = console or Console(highlight=False, soft_wrap=False)
-    print_ = lambda *parts, **how: console.print(*parts, markup=False, highlight=False, **how)  # noqa: E731
+    print_ = partial(console.print, markup=False, highlight=False)
     print_(Text(headline(c), style=f"bold {'green' if c.first is None else 'red'}"))
     if c.first is not None:
         print_(Text(c.first.section.computes, style="italic"))
         print_("")
         print_(blame(c))
         print_("")
-        print_(_facts(c))
+        print_(_facts_table(c))
     for note in c.notes:
         print_(Text(note, style="yellow"))
     print_("")
@@ -133,26 +134,27 @@ def show(c: Comparison, everything: bool = False, console: Console | None = None
         print_(line, style="dim")
 
 
-def _facts(c: Comparison) -> Table:
+def _facts(c: Comparison) -> list[tuple[str, str]]:
+    """Of the first section that departs: equations, source, what the wrong numbers look like, and where they begin."""
     first, where = c.first, source(c.first.section)
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for n, latex in enumerate(equations(first.section)):
-        table.add_row("equation" if n == 0 else "", Text(plain(latex)))
-    table.add_row("reference", Text(f"{where.file}:{where.line}, {where.function}\n{where.text}"))
-    for name, text in _findings(c):
-        table.add_row(name, Text(text))
-    return table
-
-
-def _findings(c: Comparison) -> list[tuple[str, str]]:
-    """What the wrong numbers look like, and where they begin."""
-    first, found = c.first, [("looks like", hint) for hint in c.hints]
+    found = [("equation", plain(latex)) for latex in equations(first.section)]
+    found.append(("reference", f"{where.file}:{where.line}, {where.function}\n{where.text}"))
+    found += [("looks like", hint) for hint in c.hints]
     if first.same_order is not None:
         same, ranked = (f"{100 * share:.3g} %" for share in (1 - first.relative_rms, first.same_order))
         found.append(("choices", f"{same} of the tokens have the same set, {ranked} the same ranking"))
     return found + [(name, text) for name, text in (("note", first.note), ("first bad", place(first))) if text]
+
+
+def _facts_table(c: Comparison) -> Table:
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    before = ""
+    for name, text in _facts(c):
+        table.add_row("" if name == before else name, Text(text))
+        before = name
+    return table
 
 
 def _what_matters(c: Comparison) -> list[Row]:
@@ -243,7 +245,8 @@ h1.agrees, .agrees { color: var(--agrees); } h1.departs, .departs { color: var(-
 .carried { color: var(--carried); } .soft { color: var(--soft); font-size: .92em; }
 .card { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: .5em 1.2em; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .2em 1.2em; } dt { font-weight: 600; }
-dd { margin: 0; overflow-wrap: anywhere; } code, td.name { font: 13px/1.4 ui-monospace, monospace; }
+dd { margin: 0; overflow-wrap: anywhere; white-space: pre-line; }
+code, dd.code, td.name { font: 13px/1.4 ui-monospace, monospace; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: .15em .6em; border-bottom: 1px solid var(--line); }
 th:first-child, td.name { text-align: left; } td:last-child { text-align: left; white-space: nowrap; }
@@ -255,6 +258,7 @@ svg .dot.agrees { fill: var(--agrees); } svg .dot.carried { fill: var(--carried)
 svg .dot.departs { fill: var(--departs); } svg .allowed { fill: none; stroke: var(--soft); stroke-dasharray: 3 3; }
 svg .first { fill: none; stroke: var(--departs); stroke-width: 2; }
 """
+_CODE = ("equation", "reference")  # facts in a typewriter face
 _LINES = ("layer.{i}.out", "layer.{i}.attention.gated", "moe.{i}.out", "vision.{i}.out")  # followed through the layers
 
 
@@ -263,12 +267,8 @@ def to_html(c: Comparison) -> str:
     e = html.escape
     parts = [f'<h1 class="{"agrees" if c.first is None else "departs"}">{e(headline(c))}</h1>']
     if c.first is not None:
-        first, where = c.first, source(c.first.section)
-        facts = [("computes", e(first.section.computes))]
-        facts += [("equation", f"<code>{e(plain(latex))}</code>") for latex in equations(first.section)]
-        facts += [("reference", f"<code>{e(where.file)}:{where.line} {e(where.function)}<br>{e(where.text)}</code>")]
-        facts += [(name, e(text)) for name, text in _findings(c)]
-        listed = "".join(f"<dt>{name}</dt><dd>{text}</dd>" for name, text in facts)
+        facts = [("computes", c.first.section.computes), *_facts(c)]
+        listed = "".join(f"<dt>{name}</dt><dd{' class=code' * (name in _CODE)}>{e(text)}</dd>" for name, text in facts)
         parts.append(f'<div class="card"><p>{e(blame(c))}</p><dl>{listed}</dl></div>')
     lines = [f"reference: {describe(c.reference)}", f"port: {describe(c.other)}", counts(c), *c.notes, *absent(c)]
     parts.append("<p class=soft>" + "<br>".join(map(e, lines)) + "</p>")
