@@ -20,9 +20,11 @@ from ..draft_files import load_drafter
 from ..errors import InputError
 from ..generation import generate
 from ..model import Inkling
+from ..nano import rows, train_drafter
+from ..nano import tasks as nano_tasks
 from ..speculative import Drafting
 
-TASKS = ("caption", "sum_thinking", "running text")  # whose answers are long enough to draft in
+TASKS = train_drafter.LONG
 QUESTIONS = (
     "Tell me a story.",
     "What is 17 plus 25?",
@@ -43,7 +45,7 @@ OPEN = {
 
 @dataclass
 class Result:
-    """Of one set of prompts: means over its answers, rates over their sum."""
+    """Of one set of prompts; each number is a ratio of sums over its answers."""
 
     acceptance: list[float]  # by position
     tokens_per_pass: float
@@ -51,7 +53,7 @@ class Result:
     without: float  # tokens per second without a drafter
 
 
-def compare(
+def side_by_side(
     model: Inkling, drafting: Any, prompts: Sequence[dict], max_new_tokens: int, temperature: float, eos: list[int]
 ) -> Result:
     """Each prompt, the arguments of `generate` as a dict, with and without drafting. The first is a warm-up as well."""
@@ -78,8 +80,6 @@ def by_task(
     folder: str | Path, model: Inkling, drafting: Any, tasks: Sequence[str], examples: int, temperature: float
 ) -> Iterator[tuple[str, Result]]:
     """Nano's tasks, held-out prompts. Raises InputError for an unknown task, before any is run."""
-    from ..nano import rows, train_drafter
-
     check_tasks(tasks)
     tokenizer = Tokenizer.from_pretrained(folder)
     encoder = rows.Encoder(tokenizer)
@@ -88,15 +88,13 @@ def by_task(
         if not made:
             raise InputError(f"task {task!r}: its prompts leave no room for an answer")
         prompts = [{"input_ids": [row.ids], **train_drafter.pictures([row], encoder)} for row in made]
-        result = compare(model, drafting, prompts, train_drafter.NEW_TOKENS, temperature, tokenizer.end_ids)
+        result = side_by_side(model, drafting, prompts, train_drafter.NEW_TOKENS, temperature, tokenizer.end_ids)
         yield task, result
 
 
 def all_tasks() -> tuple[str, ...]:
     """Nano's tasks, and "running text": tell a story."""
-    from ..nano.tasks import TASKS as questions
-
-    return (*questions, "running text")
+    return (*nano_tasks.TASKS, "running text")
 
 
 def check_tasks(tasks: Sequence[str]) -> None:
@@ -122,8 +120,6 @@ def same_answers(
 
     Raises InputError for an unknown task, before any is run.
     """
-    from ..nano import rows, train_drafter
-
     check_tasks(tasks)
     tokenizer = Tokenizer.from_pretrained(folder)
     encoder, ended = rows.Encoder(tokenizer), tokenizer.end_ids

@@ -45,7 +45,6 @@ from ..draft_files import save_drafter
 from ..dspark import Drafter, observe
 from ..errors import InputError
 from ..generation import generate
-from ..measure import drafting
 from ..model import Inkling
 from ..speculative import Drafting
 from . import rows
@@ -54,6 +53,7 @@ from .tasks import TASKS
 
 # How often each task is asked. "running text": tell a story.
 MIXTURE = {"caption": 6, "sum_thinking": 5, "running text": 10, "story": 1, "talk": 2, "count": 1, "position": 1}
+LONG = ("caption", "sum_thinking", "running text")  # tasks whose answers are long enough to draft in
 LENGTH, NEW_TOKENS, ANCHORS = 192, 96, 16  # of a text, of its answer, and blocks that a step takes of it
 
 
@@ -348,7 +348,7 @@ def held_out(
     """Tokens a pass of the target on held-out prompts, by task, for each way of drafting."""
     ways = {"temperature 1": (1.0, False), "temperature 1, greedy drafts": (1.0, True), "temperature 0": (0.0, False)}
     found: dict[str, dict[str, float]] = {}
-    for task in drafting.TASKS:
+    for task in LONG:
         made = prompts(task, examples, 0, encoder, held_out=True)
         images = {name: t if t is None else t.to(model.device) for name, t in pictures(made, encoder).items()}
         for way, (temperature, greedy) in ways.items():
