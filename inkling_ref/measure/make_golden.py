@@ -37,7 +37,6 @@ from .sections import SECTIONS, parse
 from .trace import Trace, trace
 
 VERSION = 1
-LIMIT = 3 * 2**20  # bytes of a whole set
 _TRIES = 200  # seeds to try for a set without near ties
 
 _S, _F = SLIDING, FULL
