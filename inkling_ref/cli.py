@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 INTERRUPTED = 130  # what typer makes of Ctrl-C
 NANO = Path(__file__).parent / "data" / "nano"  # the checkpoint that ships with the package
 SMALL_MODEL = 100_000_000  # parameters: below, one thread is enough
+LONGEST_RANGE = 2**20  # positions of the longest context
 LONG_PROMPT = 2000  # tokens: above, a word to the user who waits
 
 app = typer.Typer(
@@ -250,7 +251,7 @@ def eval_nano(
         from .nano import evaluate
 
     use_few_threads(InklingConfig.from_pretrained(checkpoint), "cpu")
-    names = [name.strip() for name in tasks.split(",")] if tasks else None
+    names = _names(tasks) if tasks else None
     evaluate.main(checkpoint, tasks=names, examples=examples, precision=precision)
 
 
@@ -263,6 +264,14 @@ def _check_writable(folder: Path) -> None:
             raise InputError(f"{nearest}: a file, expected a folder")
         if not os.access(nearest, os.W_OK | os.X_OK):
             raise InputError(f"{nearest}: cannot be written to, expected a folder that can")
+
+
+def _check_file(path: Path, what: str) -> None:
+    """That a file can be put there: said before the work, not after."""
+    if path.is_dir():
+        raise InputError(f"{path}: a folder, expected the name of a file for the {what}")
+    if not path.absolute().parent.is_dir():
+        raise InputError(f"{path.absolute().parent}: not found, expected a folder for the {what}")
 
 
 @app.command("train-nano")
@@ -321,14 +330,14 @@ def bench(
         table = Table("task", "answers", "tokens", "tokens a pass", "different", box=None)
         failed = False
         for task, same in drafting.same_answers(
-            checkpoint, model, drafter, tasks.split(",") if tasks else drafting.all_tasks(), examples
+            checkpoint, model, drafter, _names(tasks) if tasks else drafting.all_tasks(), examples
         ):
             failed |= bool(same.different)
             different = ", ".join(map(str, same.different[:5])) or "none"
             table.add_row(task, str(same.answers), str(same.tokens), f"{same.tokens_per_pass:.2f}", different)
         console.print(table)
         raise typer.Exit(failed)
-    names = tasks.split(",") if tasks else drafting.TASKS
+    names = _names(tasks) if tasks else drafting.TASKS
     heads = ("task", "temperature", "drafts", "tokens a pass", "tokens/s", "without", "ratio", "accepted by position")
     table = Table(*heads, box=None)
     for warmth in temperature or (0.0, 1.0):
@@ -367,8 +376,7 @@ def trace(
     """Write every section's tensors of one forward pass to a file, to compare another implementation with."""
     if (prompt is None) == (tokens is None):
         raise InputError("trace: expected either --prompt or --tokens")
-    if not out.absolute().parent.is_dir():
-        raise InputError(f"{out.absolute().parent}: not found, expected a folder for the trace")
+    _check_file(out, "trace")
     with _importing():
         import torch
 
@@ -391,9 +399,9 @@ def trace(
         if image:
             pixel_values, image_grid_thw = process_images([load_image(path) for path in image], config.vision)
     wanted = {
-        "layers": layers and _numbers("--layers", layers),
-        "sections": sections and sections.split(","),
-        "positions": positions and _numbers("--positions", positions),
+        "layers": None if layers is None else _numbers("--layers", layers),
+        "sections": None if sections is None else _names(sections),
+        "positions": None if positions is None else _numbers("--positions", positions),
     }
     tracing.chooser(wanted["sections"])  # a wrong name is found before the weights are read
     use_few_threads(config, device)
@@ -401,6 +409,8 @@ def trace(
     model = checkpoints.load(checkpoint, device=device, dtype=getattr(torch, dtype), backend=backend)
     steps = steps if decode is None else decode
     recorded = tracing.trace(model, ids, pixel_values, image_grid_thw, decode=steps, **wanted)
+    if not recorded.tensors:
+        raise InputError("trace: this pass has none of the sections that --sections and --layers ask for")
     recorded.save(out)
     rows, decoded = recorded.manifest["prompt"], recorded.manifest["decoded"]
     _note(
@@ -429,14 +439,19 @@ def golden(
     _note(f"{out}: {len(case or make_golden.CASES)} cases, {_bytes(size)}; see its README.md")
 
 
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",")]
+
+
 def _numbers(option: str, text: str) -> list[int]:
     """`0-3,17` as 0, 1, 2, 3, 17."""
     numbers: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"\s*(-?\d+)(?:-(-?\d+))?\s*", part)
-        if match is None or int(match[1]) > int(match[2] or match[1]):
+    for part in _names(text):
+        match = re.fullmatch(r"(-?\d+)(?:-(-?\d+))?", part)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, -1)
+        if not 0 <= last - first < LONGEST_RANGE:
             raise InputError(f"{option} is {text!r}, expected numbers and ranges like 0-3,17")
-        numbers += range(int(match[1]), int(match[2] or match[1]) + 1)
+        numbers += range(first, last + 1)
     return numbers
 
 
@@ -459,8 +474,8 @@ def compare(
 ) -> int:
     """Name the first section of a forward pass in which two traces part. Exit status: 0 they agree, 1 they part."""
     for path in (json_file, html_file):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise InputError(f"{path.absolute().parent}: not found, expected a folder for the report")
+        if path is not None:
+            _check_file(path, "report")
     with _importing():
         from .measure import compare as comparing
         from .measure import report
@@ -470,8 +485,8 @@ def compare(
     if len(port) > 1 and map_file is None:
         raise InputError(f"compare: {len(port)} dumps of the port, expected one trace, or --map")
     other = port[0] if map_file is None else recorded.read(port, map_file, like=reference)
-    replayed = replay and comparing.replayer(checkpoint, other)
-    found = comparing.compare(reference, other, replayed, replay and replay.split(","), dtype)
+    replayed = None if replay is None else comparing.replayer(checkpoint, other)
+    found = comparing.compare(reference, other, replayed, None if replay is None else _names(replay), dtype)
     report.show(found, everything)
     for path, make in ((json_file, report.to_json), (html_file, report.to_html)):
         if path is not None:

@@ -301,6 +301,27 @@ def test_nothing_in_common(ours):
         compare(ours, {"blk.0.q": noise(3)})
 
 
+def test_dumps_of_eight_bits_and_unsigned_ids(ours):
+    name = "moe.1.chosen"
+    assert compare(ours, {**ours.tensors, name: ours.tensors[name].to(torch.uint32)}, sections=[name]).first is None
+    narrow = {**ours.tensors, "logits": ours.tensors["logits"].to(torch.float8_e4m3fn)}
+    for pair in ((ours, narrow), (narrow, ours)):
+        found = compare(*pair, sections=["logits"])
+        assert 0.01 < found.first.relative_rms < 0.05  # three bits of mantissa
+
+
+@pytest.mark.parametrize("ids", [math.nan, 1000.0, -1.0], ids=str)
+def test_choices_that_are_no_experts(ours, ids):
+    other = {**ours.tensors, "moe.1.chosen": torch.full_like(ours.tensors["moe.1.chosen"], ids, dtype=torch.float32)}
+    for pair in ((ours, other), (other, ours)):
+        assert compare(*pair, sections=["biased", "chosen"]).first.name == "moe.1.chosen"
+
+
+def test_replay_of_another_shape_is_none(ours):
+    with pytest.raises(InputError, match=r"nothing could be replayed.*logits: \[1, 2\] with these weights, recorded"):
+        compare(ours, ours, lambda name: torch.ones(1, 2), sections=["logits"])
+
+
 def test_unknown_dtype(ours):
     with pytest.raises(InputError, match="dtype 'int8': expected one of float64, float32"):
         compare(ours, ours, dtype="int8")

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -465,6 +466,32 @@ def test_a_file_that_is_no_trace(tmp_path, content, message):
         ir.Trace.read(path)
 
 
+@pytest.mark.parametrize(
+    ("manifest", "message"),
+    [
+        ([1], "inkling_trace in its header is no JSON object"),
+        ({"prompt": 5}, "prompt of its manifest is 5, expected a list of rows"),
+        ({"prompt": [[1]], "decoded": [[1], [2]]}, "decoded of its manifest has not as many rows as prompt"),
+        ({"prompt": [[1]], "decoded": [["a"]]}, r"decoded of its manifest is \[\['a'\]\]"),
+        ({"positions": "x"}, "positions of its manifest is 'x'"),
+        ({"dtype": "float99"}, "dtype of its manifest is 'float99', expected a dtype's name"),
+        ({"config": 5}, "config of its manifest is 5, expected an object"),
+        ({"device": 5}, "device of its manifest is 5, expected text"),
+    ],
+    ids=str,
+)
+def test_a_manifest_that_another_program_wrote_wrongly(tmp_path, manifest, message):
+    about = {"version": tracing.VERSION, **manifest} if isinstance(manifest, dict) else manifest
+    ir.Trace({"logits": torch.ones(1, 2, 3)}, about).save(tmp_path / "trace.safetensors")
+    with pytest.raises(InputError, match=message):
+        tracing.read_manifest(tmp_path / "trace.safetensors")
+
+
+def test_a_manifest_without_decoded_tokens_has_none(tmp_path):
+    ir.Trace({}, {"version": tracing.VERSION, "prompt": [[5, 3], [8]]}).save(tmp_path / "trace.safetensors")
+    assert tracing.read_tokens(tmp_path / "trace.safetensors") == ([[5, 3], [8]], 0)
+
+
 def test_replay_names_what_is_missing_or_does_not_fit():
     model = random_model()
     trace = ir.trace(model, random_ids(1, 5))
@@ -483,6 +510,30 @@ def run(capsys, *arguments) -> tuple[int, str]:
     captured = capsys.readouterr()
     assert captured.out == ""
     return status, captured.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--layers", ""], "--layers is '', expected numbers and ranges"),
+        (["--layers", "0-99999999999"], "--layers is '0-99999999999', expected numbers and ranges"),
+        (["--positions", ""], "--positions is '', expected numbers and ranges"),
+        (["--sections", ""], "sections: '' fits no section"),
+        (["--sections", "layer.99.attention.q"], "trace: this pass has none of the sections"),
+        (["--out", "."], r"\.: a folder, expected the name of a file for the trace"),
+        (["--out", ""], r"\.: a folder, expected the name of a file for the trace"),
+    ],
+    ids=lambda v: " ".join(v) if isinstance(v, list) else "",
+)
+def test_options_that_cannot_be_used(tmp_path, capsys, arguments, message):
+    ir.save(random_model(), tmp_path / "model")
+    (tmp_path / "ids.json").write_text("[5, 3, 8]")
+    options = ["--tokens", tmp_path / "ids.json", "--checkpoint", tmp_path / "model", "--out", tmp_path / "x"]
+    status, err = run(capsys, *options, *arguments)  # of an option that is given twice, the last counts
+    assert status == 2
+    assert re.match(f"error: {message}", err)
+    assert err.count("\n") == 1
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["ids.json", "model"]
 
 
 def test_the_command_writes_a_trace_and_repeats_one(tmp_path, capsys):

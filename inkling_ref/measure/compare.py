@@ -149,10 +149,11 @@ def differing_sets(a: Tensor, b: Tensor, biased: Tensor | None) -> tuple[Tensor,
 
     The gap lies between the best expert that only a has and the worst that only b has, by a's ranked scores.
     """
+    a, b = a.long(), b.long()  # there are engines with unsigned ids
     wrong = (a.sort(dim=-1).values != b.sort(dim=-1).values).any(dim=-1)
     gap = torch.full(wrong.shape, math.inf, dtype=torch.float64)
-    if biased is not None and int(b.min()) >= 0 and int(b.max()) < biased.shape[-1]:
-        in_a, in_b = (torch.zeros_like(biased, dtype=torch.bool).scatter(-1, s.long(), True) for s in (a, b))
+    if biased is not None and all(bool(((s >= 0) & (s < biased.shape[-1])).all()) for s in (a, b)):
+        in_a, in_b = (torch.zeros_like(biased, dtype=torch.bool).scatter(-1, s, True) for s in (a, b))
         best = torch.where(in_a & ~in_b, biased.double(), -math.inf).amax(-1)
         worst = torch.where(in_b & ~in_a, biased.double(), math.inf).amin(-1)
         gap = (best - worst).nan_to_num(nan=math.inf)
@@ -191,7 +192,8 @@ class Recorded:
     def read(self, name: str, token: int | None = None) -> Tensor:
         """The tensor, or [B, 1, ...] of it."""
         at = () if token is None else (slice(None), slice(token, token + 1))
-        return self._tensors[name][at] if self._reader is None else self._reader.read_slice(name, at)
+        x = self._tensors[name][at] if self._reader is None else self._reader.read_slice(name, at)
+        return x.float() if x.is_floating_point() and x.dtype.itemsize == 1 else x  # 8 bits have no arithmetic
 
 
 class _InSteps(Recorded):
@@ -367,7 +369,7 @@ def compare(
 def replayer(checkpoint: str | Path, other: str | Path | Trace) -> Replay:
     """`replayed` for `compare`: with a checkpoint's weights, in the other trace's dtype."""
     recorded = other if isinstance(other, Trace) else Trace.read(other)
-    model = load(checkpoint, dtype=getattr(torch, recorded.manifest.get("dtype", "float32")))
+    model = load(checkpoint, dtype=getattr(torch, recorded.manifest.get("dtype") or "float32"))
     return partial(replay, model, recorded)
 
 
@@ -487,10 +489,14 @@ class _Walk:
         if self.replay is None or not parse(name).section.inputs:
             return None
         try:
-            return self.replay(name).cpu()
+            own = self.replay(name).cpu()
         except InputError as error:
             self.not_replayed.append(str(error))
             return None
+        if own.shape != (shape := self.b.layout(name).shape):
+            self.not_replayed.append(f"replay of {name}: {list(own.shape)} with these weights, recorded {list(shape)}")
+            return None
+        return own
 
     def row(self, name: str) -> Row:
         step, section, layer = parse(name)

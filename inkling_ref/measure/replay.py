@@ -47,7 +47,9 @@ def replay(model: Any, recorded: Trace, name: str) -> Tensor:
     step, section, layer = parse(name)
     try:
         return _At(model, recorded, step, layer, {}).compute(section.name)
-    except (RuntimeError, LookupError, TypeError) as error:
+    except InputError:
+        raise
+    except (RuntimeError, LookupError, TypeError, ValueError, AttributeError) as error:
         reason = str(error).partition("\n")[0]
         raise InputError(f"replay of {name}: the recorded inputs do not fit this model ({reason})") from None
 

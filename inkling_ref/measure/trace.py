@@ -85,17 +85,43 @@ def read_manifest(path: str | Path) -> dict[str, Any]:
     """The manifest of a trace's file; {} if the file is one of tensors without a manifest.
 
     Raises:
-        InputError: no such file, no safetensors file, or a manifest of another version.
+        InputError: no such file, no safetensors file, a manifest of another version, or none that can be read.
     """
     path = Path(path)
     if not path.is_file():
         raise InputError(f"{path}: not found, expected a trace")
     with CheckpointReader(path.parent, file=path.name), path.open("rb") as file:  # the reader checks the header
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    manifest = json.loads(header.get("__metadata__", {}).get(KEY, "{}"))
+    try:
+        manifest = json.loads(header["__metadata__"][KEY]) if KEY in header.get("__metadata__", ()) else {}
+    except (ValueError, TypeError, RecursionError):
+        manifest = None
+    if not isinstance(manifest, dict):
+        raise InputError(f"{path}: {KEY} in its header is no JSON object, expected a trace's manifest")
     if manifest and manifest.get("version") != VERSION:
         raise InputError(f"{path}: trace of version {manifest.get('version')!r}, expected {VERSION}")
+    for key, (fits, expected) in _KINDS.items():
+        if manifest.get(key) is not None and not fits(manifest[key]):
+            raise InputError(f"{path}: {key} of its manifest is {manifest[key]!r:.40}, expected {expected}")
+    if manifest.get("prompt"):
+        manifest["decoded"] = manifest.get("decoded") or [[] for _ in manifest["prompt"]]
+        if len(manifest["decoded"]) != len(manifest["prompt"]):
+            raise InputError(f"{path}: decoded of its manifest has not as many rows as prompt")
     return manifest
+
+
+def _is_rows(x: Any) -> bool:
+    return isinstance(x, list) and all(isinstance(row, list) and all(type(i) is int for i in row) for row in x)
+
+
+# Of a manifest, which another program may have written.
+_KINDS = {
+    **dict.fromkeys(("prompt", "decoded", "images"), (_is_rows, "a list of rows of integers")),
+    "positions": (lambda x: _is_rows([x]), "a list of integers"),
+    "dtype": (lambda x: isinstance(getattr(torch, str(x), None), torch.dtype), "a dtype's name like float32"),
+    "config": (lambda x: isinstance(x, dict), "an object"),
+    **{key: (lambda x: isinstance(x, str), "text") for key in ("implementation", "device")},
+}
 
 
 def read_tokens(path: str | Path) -> tuple[Any, Any]:
@@ -107,12 +133,12 @@ def read_tokens(path: str | Path) -> tuple[Any, Any]:
     path = Path(path)
     if path.suffix == ".safetensors":
         manifest = read_manifest(path)
-        if "prompt" not in manifest:
+        if not manifest.get("prompt"):
             raise InputError(f"{path}: no manifest with a prompt, expected a trace")
         return manifest["prompt"], manifest["decoded"] if any(manifest["decoded"]) else 0
     try:
         return json.loads(path.read_text(encoding="utf-8")), 0
-    except ValueError:
+    except (ValueError, RecursionError):
         raise InputError(f"{path}: expected a JSON list of token ids, or of rows of them") from None
 
 
