@@ -14,12 +14,13 @@ page = Page(11.0, 10.2)
 def image_encoder() -> None:
     page.panel(0.15, 0.2, 2.5, 4.85, "Image encoder", VISION)
     x, width, mid = 0.35, 2.1, 1.4
+    merge, patch = SMALL.vision.spatial_merge_size, SMALL.vision.patch_size
     steps = [
         (0.45, 0.4, "picture, size kept"),
-        (1.13, 0.64, "tiles of 2 x 2 patches,\na patch is 20 x 20 pixels"),
+        (1.13, 0.64, f"tiles of {merge} x {merge} patches,\na patch is {patch} x {patch} pixels"),
         (2.05, 0.64, "patch embedding\n+ resampled position grid"),
         (2.97, 0.64, f"{SMALL.vision.num_hidden_layers} layers: attention with\n2-D rotary, GELU MLP"),
-        (3.89, 0.64, "a tile's 4 patches\nto one token"),
+        (3.89, 0.64, f"a tile's {merge**2} patches\nto one token"),
     ]
     for (y, height, text), following in zip(steps, [*steps[1:], None], strict=True):
         page.box(x, y, width, height, text, VISION, 0.16, size=9.6)
@@ -55,7 +56,8 @@ def sizes() -> None:
 
 
 def whole_model() -> None:
-    page.panel(2.9, 0.2, 3.65, 9.8, "The model: 8 blocks of 6 layers", RESIDUAL)
+    L, size = SMALL.text.num_hidden_layers, SMALL.text.n_layers_per_attn_res_block
+    page.panel(2.9, 0.2, 3.65, 9.8, f"The model: {L // size} blocks of {size} layers", RESIDUAL)
     x, width, mid = 3.12, 2.1, 4.17
     page.box(x, 0.45, width, 0.4, "token ids", PLAIN, 0.12)
     page.box(x, 1.13, width, 0.4, "embedding, RMSNorm")
@@ -65,9 +67,9 @@ def whole_model() -> None:
     page.label(3.42, 1.79, "at image tokens", 8.8, VISION)
 
     rails, top = [5.5, 5.8, 6.1], 8.53
-    blocks = [(2.08, "layers 0 to 5", 1), (4.13, "layers 6 to 11", 2), (6.5, "layers 42 to 47", 3)]
+    blocks = [(2.08, 0, 1), (4.13, size, 2), (6.5, L - size, 3)]  # from below: bottom, first layer, sources
     below = 1.53
-    for (bottom, name, sources), rail in zip(blocks, rails, strict=True):
+    for (bottom, first, sources), rail in zip(blocks, rails, strict=True):
         # The sum that enters the block becomes a source, read by every sublayer from here on.
         source = bottom - 0.2
         page.line((mid, source), (rail, source), (rail, top), colour=RESIDUAL, width=1.6)
@@ -77,15 +79,16 @@ def whole_model() -> None:
             page.line((mid, below), (mid, below + 0.2))
             page.arrow((mid, bottom - 0.32), (mid, bottom))
         page.dot(mid, source, RESIDUAL, 0.065)
-        for i in range(6):
-            colour, text = (FULL, "full attention") if i == 5 else (SLIDING, "sliding attention")
+        for i in range(size):
+            is_full = SMALL.text.attention(first + i).window is None
+            colour, text = (FULL, "full attention") if is_full else (SLIDING, "sliding attention")
             page.box(x, bottom + 0.26 * i, width, 0.225, text, colour, 0.5, size=9.3)
         y = bottom + 0.78
         page.arrow((rail, y), (x + width, y), colour=RESIDUAL, width=1.4)
         for crossed in rails[:sources]:
             page.dot(crossed, y, RESIDUAL)
         below = bottom + 1.535
-        page.label(x, bottom + 1.68, name, size=9.0, align="left")
+        page.label(x, bottom + 1.68, f"layers {first} to {first + size - 1}", size=9.0, align="left")
     for i in range(3):
         page.dot(mid, 5.94 + 0.1 * i, INK, 0.026)
         page.dot(5.95, 6.14 + 0.1 * i, RESIDUAL, 0.026)
@@ -93,7 +96,8 @@ def whole_model() -> None:
 
     page.box(x, top, 6.25 - x, 0.38, "mix the sources over depth", RESIDUAL, 0.3)
     page.arrow((mid, below), (mid, top))
-    page.box(x, 9.13, 6.25 - x, 0.38, "RMSNorm, unembedding, 30 tanh(z / 30)", size=9.6)
+    cap = f"{SMALL.text.final_logit_softcapping:g}"
+    page.box(x, 9.13, 6.25 - x, 0.38, f"RMSNorm, unembedding, {cap} tanh(z / {cap})", size=9.6)
     page.arrow((mid, top + 0.38), (mid, 9.13))
 
 

@@ -79,6 +79,7 @@ def caches(axes) -> None:
     axes.set(xscale="log", yscale="log", xlim=(1, contexts[-1]), ylim=(2e4, 6e11))
     axes.set(title="State of one conversation, keys and values in bfloat16", xlabel="context, tokens")
     axes.xaxis.set_major_locator(FixedLocator([1, 32, 1024, 32768, 1048576]))
+    assert text.sliding_window_size == 1024
     axes.set_xticklabels(["1", "32", "1k = W", "32k", "1M"])
     axes.yaxis.set_major_locator(FixedLocator([1e5, 1e6, 1e7, 1e8, 1e9, 1e10, 1e11]))
     axes.set_yticklabels([size(n) for n in axes.get_yticks()])
