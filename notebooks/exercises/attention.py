@@ -1,6 +1,7 @@
 """Exercises of 03_attention: a check for each, and a worked solution."""
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from inkling_ref import attention
 # ---------------------------------------------------------------- 1: the shares of one new token
 
 
-def check_1(candidate) -> None:
+def check_1(candidate: Callable) -> None:
     """candidate(q, k, r, profiles, z) -> [S] shares of a new query for S cached keys, its own the last."""
     d, R = 5, 3
     for S, X in ((11, 4), (4, 11), (7, 7), (1, 6)):
@@ -42,7 +43,7 @@ def solution_1(q: Tensor, k: Tensor, r: Tensor, profiles: Tensor, z: Tensor) -> 
 # ---------------------------------------------------------------- 2: a sink to order
 
 
-def check_2(candidate) -> None:
+def check_2(candidate: Callable) -> None:
     """candidate(scores, share) -> the sink logit that takes this share."""
     scores = torch.tensor([0.3, -1.2, 2.0, 0.9], dtype=torch.float64)
     for shift in (0.0, 5.0):
@@ -63,7 +64,7 @@ def solution_2(scores: Tensor, share: float) -> Tensor:
 # ---------------------------------------------------------------- 3: how much a window saves
 
 
-def check_3(candidate) -> None:
+def check_3(candidate: Callable) -> None:
     """candidate(T, W) -> visible (query, key) pairs; W None = full."""
     for T, W in ((1, None), (9, None), (9, 1), (9, 4), (9, 9), (4, 9), (1000, 64)):
         wanted = sum(min(t + 1, W or T) for t in range(T))
@@ -80,7 +81,7 @@ def solution_3(T: int, W: int | None) -> int:
 # ---------------------------------------------------------------- 4: where log scaling sets in
 
 
-def check_4(candidate) -> None:
+def check_4(candidate: Callable) -> None:
     """candidate(tau, floor, alpha) -> the first position t with tau(t) >= tau."""
     for tau, floor, alpha in ((1.05, 512, 0.1), (1.2, 128_000, 0.1), (1.5, 7, 0.3)):
         t = candidate(tau, floor, alpha)

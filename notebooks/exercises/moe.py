@@ -1,6 +1,7 @@
 """Exercises of 04_moe: a check for each, and a worked solution."""
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ def _normal(seed: int, *shape: int) -> Tensor:
 # ---------------------------------------------------------------- 1: the router, for all tokens
 
 
-def check_1(candidate) -> None:
+def check_1(candidate: Callable) -> None:
     """candidate(h, weight, bias, k, scale) -> weights [N, k], ids [N, k]."""
     h, weight, bias = _normal(0, 31, 9), _normal(1, 7, 9), 0.5 * _normal(2, 7)
     weight[5], bias[5] = weight[1], bias[1]
@@ -43,7 +44,7 @@ def solution_1(h: Tensor, weight: Tensor, bias: Tensor, k: int, scale: float) ->
 # ---------------------------------------------------------------- 2: rows as they are stored
 
 
-def check_2(candidate) -> None:
+def check_2(candidate: Callable) -> None:
     """candidate(gate, up) -> w13 with rows g0, u0, g1, u1, ..."""
     gate, up = _normal(3, 4, 5, 3), _normal(4, 4, 5, 3)
     found = candidate(gate, up)
@@ -62,7 +63,7 @@ def solution_2(gate: Tensor, up: Tensor) -> Tensor:
 # ---------------------------------------------------------------- 3: when all experts are in use
 
 
-def check_3(candidate) -> None:
+def check_3(candidate: Callable) -> None:
     """candidate(x, E, k) -> the smallest batch that uses x E of the experts on average."""
     for x, E, k in ((0.5, 384, 8), (0.95, 384, 8), (0.5, 16, 4), (0.9, 7, 3)):
         B = candidate(x, E, k)
@@ -81,7 +82,7 @@ def solution_3(x: float, E: int, k: int) -> int:
 # ---------------------------------------------------------------- 4: one rank's experts
 
 
-def check_4(candidate) -> None:
+def check_4(candidate: Callable) -> None:
     """candidate(h, weights, ids, w13, w2, first, last) -> [N, D], the local experts' share of the sum."""
     E, D, I = 6, 9, 5
     h, w13, w2 = _normal(5, 13, D), _normal(6, E, 2 * I, D), _normal(7, E, D, I)

@@ -1,6 +1,7 @@
 """Exercises of 05_quantization: a check for each, and a worked solution."""
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ def _weights(seed: int, shape: tuple[int, ...]) -> Tensor:
 # ---------------------------------------------------------------- 1: a float to an E2M1 code
 
 
-def check_1(candidate) -> None:
+def check_1(candidate: Callable) -> None:
     """candidate(x: float) -> int, the E2M1 code 0..15."""
     for code in range(16):
         value = GRID[code & 7] * (-1 if code & 8 else 1)
@@ -44,7 +45,7 @@ def solution_1(x: float) -> int:
 # ---------------------------------------------------------------- 2: read NVFP4 without loading a library for it
 
 
-def check_2(candidate) -> None:
+def check_2(candidate: Callable) -> None:
     """candidate(codes, scales, amax, denominator) -> float32 weights [E, N, K]."""
     w = _weights(1, (3, 5, 48))
     w[1] *= 7  # experts of different sizes: amax is one number per expert
@@ -71,7 +72,7 @@ def solution_2(codes: Tensor, scales: Tensor, amax: Tensor, denominator: Tensor)
 # ---------------------------------------------------------------- 3: bytes of a checkpoint
 
 
-def check_3(candidate) -> None:
+def check_3(candidate: Callable) -> None:
     """candidate(quantisation: str, E, N, K) -> bytes of a stored weight with its companions."""
     for quantisation in (qt.NVFP4, qt.MXFP8):
         for shape in ((3, 5, 64), (16, 128, 128), (384, 4608, 4608)):
@@ -92,7 +93,7 @@ def solution_3(quantisation: str, E: int, N: int, K: int) -> int:
 # ---------------------------------------------------------------- 4: the shared exponent, without a logarithm
 
 
-def check_4(candidate) -> None:
+def check_4(candidate: Callable) -> None:
     """candidate(m: Tensor) -> int tensor: the E8M0 byte of blocks whose largest magnitudes are m > 0."""
     one = torch.tensor(1.0)
     below = torch.nextafter(one, torch.tensor(0.0))  # 1 - 2^-24
@@ -115,7 +116,7 @@ def solution_4(m: Tensor) -> Tensor:
 FAULTS = ("none", "nibbles", "outer", "scales")
 
 
-def check_5(candidate) -> None:
+def check_5(candidate: Callable) -> None:
     """candidate(right, wrong) -> one of FAULTS; both are decoded weights [E, N, K]."""
     w = _weights(2, (2, 7, 64))
     codes, scales, amax, denominator = qt.nvfp4_quantize(w)

@@ -1,6 +1,7 @@
 """Exercises of 06_vision: a check for each, and a worked solution."""
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ from inkling_ref import vision
 # ---------------------------------------------------------------- 1: what a picture costs
 
 
-def check_1(candidate) -> None:
+def check_1(candidate: Callable) -> None:
     """candidate(width, height) -> image tokens, with tiles of 40 pixels."""
     for width, height in ((40, 40), (41, 40), (160, 120), (1, 1), (1920, 1080), (39, 81)):
         pixels = np.zeros((height, width, 3), np.uint8)
@@ -27,7 +28,7 @@ def solution_1(width: int, height: int) -> int:
 # ---------------------------------------------------------------- 2: from a pixel to its patch
 
 
-def check_2(candidate) -> None:
+def check_2(candidate: Callable) -> None:
     """candidate(y, x, columns) -> number from 0 of the patch in block order; columns: tiles a row."""
     for rows, columns in ((1, 1), (3, 2), (2, 5)):
         place, _ = vision.patch_places(torch.tensor([[rows, columns]]), rows * columns, merge=2)
@@ -47,7 +48,7 @@ def solution_2(y: int, x: int, columns: int) -> int:
 # ---------------------------------------------------------------- 3: transparency, in integers
 
 
-def check_3(candidate) -> None:
+def check_3(candidate: Callable) -> None:
     """candidate(rgba: uint8 [rows, columns, 4]) -> integers [rows, columns, 3]."""
     rgba = torch.randint(256, (19, 37, 4), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     rgba[:2, :, 3], rgba[2:4, :, 3] = 0, 255
@@ -71,7 +72,7 @@ def solution_3(rgba: Tensor) -> Tensor:
 # ---------------------------------------------------------------- 4: reading the position grid
 
 
-def check_4(candidate) -> None:
+def check_4(candidate: Callable) -> None:
     """candidate(i, n, g) -> list of g weights: what row i of n patch rows reads of each of g grid rows."""
     for n, g in ((3, 5), (12, 5), (5, 5), (1, 8)):
         place = torch.tensor([[[i, 0] for i in range(n)]])
@@ -93,7 +94,7 @@ def solution_4(i: int, n: int, g: int) -> list[float]:
 # ---------------------------------------------------------------- 5: rotary angles in two dimensions
 
 
-def check_5(candidate) -> None:
+def check_5(candidate: Callable) -> None:
     """candidate(row, column, d, theta) -> list of d/2 angles of the patch at (row, column), counted from 0."""
     for row, column, d, theta in ((0, 0, 8, 10000.0), (2, 5, 8, 10000.0), (7, 3, 32, 100.0)):
         wanted = vision.rotary_angles(torch.tensor([[[row, column]]]), d, theta)[0, 1]
