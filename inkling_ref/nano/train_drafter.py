@@ -383,7 +383,7 @@ def main(
             texts, and the first is written.
         texts: how many answers of the target to train on, at most.
         size: texts a step.
-        steps: train that many instead of `minutes`.
+        steps: train that many instead of `minutes`, which the report then leaves out.
         examples: held-out prompts a task, for the acceptance in drafter.json.
 
     Raises:
@@ -409,7 +409,7 @@ def main(
         f"after {time.monotonic() - began:.0f} s"
     )
     report: dict[str, Any] = {
-        "seed": seed, "minutes": minutes, "texts": len(answers.ids), "size": size, "rate": rate, "anchors": ANCHORS,
+        "seed": seed, "minutes": None if steps else minutes, "texts": len(answers.ids), "size": size, "rate": rate, "anchors": ANCHORS,
         "device": torch.cuda.get_device_name() if place.type == "cuda" else "CPU", "heads": {},
     }  # fmt: skip
     target, first = Path(out or folder), next(iter(candidates.values()))
