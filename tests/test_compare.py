@@ -239,6 +239,15 @@ def test_a_near_tie_explains_another_choice(ours):
     assert rows["moe.0.chosen"].status == "carried"
     assert found.exit_status == 0
 
+    def chooses_the_same(name: str) -> Tensor:
+        return port
+
+    replayed = compare(tie, changed(tie, moe__0__chosen=port), chooses_the_same, sections=["moe.0.chosen"])
+    (row,) = (row for row in replayed.rows if row.name == "moe.0.chosen")
+    assert row.status == "carried"
+    _, expected, found = row.first_bad
+    assert expected != found  # the reference's own choice beside the port's, not the replayed one, which is the same
+
 
 def test_one_wrong_decoding_step(ours):
     x = ours.tensors["step.1.moe.2.out"]

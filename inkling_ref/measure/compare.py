@@ -580,7 +580,7 @@ class _Walk:
             row.same_order = float((x == y).all(dim=-1).double().mean())
         if status != "agrees":
             at = tuple(int(i) for i in (departs if departs.any() else wrong).nonzero()[0])
-            expected = a if own is None else own
+            expected = own if own is not None and departs.any() else a
             place = int((expected[at] != b[at]).to(torch.int8).argmax())
             row.first_bad = (*at, place), float(expected[at][place]), float(b[at][place])
         return row
