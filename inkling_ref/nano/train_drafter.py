@@ -409,7 +409,8 @@ def main(
         f"after {time.monotonic() - began:.0f} s"
     )
     report: dict[str, Any] = {
-        "seed": seed, "minutes": None if steps else minutes, "texts": len(answers.ids), "size": size, "rate": rate, "anchors": ANCHORS,
+        "seed": seed, "minutes": None if steps else minutes, "texts": len(answers.ids), "size": size, "rate": rate,
+        "anchors": ANCHORS,
         "device": torch.cuda.get_device_name() if place.type == "cuda" else "CPU", "heads": {},
     }  # fmt: skip
     target, first = Path(out or folder), next(iter(candidates.values()))
