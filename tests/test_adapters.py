@@ -269,6 +269,11 @@ def test_a_dump_without_rows(tmp_path):
         ({"to": [A + "k", A + "v"], "axes": "B T (G d)"}, "several sections, expected an axis part"),
         ({"to": [A + "k", A + "v"], "axes": "B T (part d G)"}, None),
         ({"to": A + "qq", "axes": "B T (H d)"}, "section 'layer.2.attention.qq': unknown"),
+        ({"axes": "none to"}, r"map: blk.2 is \{'axes': 'none to'\}, expected to: a section's name"),
+        ({"to": [], "axes": "empty"}, "expected to: a section's name, or a list of them"),
+        ({"to": [5], "axes": "number"}, "expected to: a section's name, or a list of them"),
+        ({"to": A + "q", "axes": 5}, "map: blk.2 has axes 5 and scale None, expected text and a number"),
+        ({"to": A + "q", "axes": "B T (H d)", "scale": "2"}, "scale '2', expected text and a number"),
     ],
     ids=lambda v: str(v.get("axes")) if isinstance(v, dict) else "",
 )

@@ -409,6 +409,7 @@ def test_positions():
         ({"decode": [[1], [2]]}, "decode: rows of"),
         ({"decode": [[77]]}, "decode: row 0, column 0 is 77, expected"),
         ({"pixel_values": torch.zeros(2, 8, 8, 3)}, "image_grid_thw: missing"),
+        ({"image_grid_thw": torch.ones(1, 3, dtype=torch.long)}, "pixel_values: missing"),
     ],
     ids=lambda v: next(iter(v)) if isinstance(v, dict) else "",
 )

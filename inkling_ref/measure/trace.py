@@ -626,6 +626,9 @@ def trace(
     T = max(counts)
     ids = torch.tensor([row + [0] * (T - len(row)) for row in run.rows], device=device)
     mask = torch.arange(T, device=device) < torch.tensor(counts, device=device)[:, None]
+    if (pixel_values is None) != (image_grid_thw is None):
+        missing = "pixel_values" if pixel_values is None else "image_grid_thw"
+        raise InputError(f"{missing}: missing, expected both as process_images returns them")
     with watched(model, recording):
         features = None
         if pixel_values is not None:
@@ -652,10 +655,8 @@ def trace(
     )
 
 
-def _features(model: Any, pixel_values: Tensor, image_grid_thw: Tensor | None, recording: Recording) -> Tensor:
+def _features(model: Any, pixel_values: Tensor, image_grid_thw: Tensor, recording: Recording) -> Tensor:
     """Features of all pictures, each by a call of its own."""
-    if image_grid_thw is None:
-        raise InputError("image_grid_thw: missing, expected both as process_images returns them")
     sizes = image_grid_thw.prod(dim=1).tolist()
     if sum(sizes) != len(pixel_values):
         raise InputError(f"image_grid_thw: {sum(sizes)} tiles, but pixel_values holds {len(pixel_values)}")

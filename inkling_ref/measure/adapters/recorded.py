@@ -136,11 +136,16 @@ def _translate(
     """One tensor of the dump as one section, or as the several that it holds."""
     if isinstance(rule, str):
         rule = {"to": rule}
-    targets = [rule["to"]] if isinstance(rule["to"], str) else rule["to"]
+    to, axes, scale = (rule.get(key) for key in ("to", "axes", "scale")) if isinstance(rule, dict) else (None,) * 3
+    targets = [to] if isinstance(to, str) else to
+    if not isinstance(targets, list) or not targets or not all(isinstance(name, str) for name in targets):
+        raise InputError(f"map: {theirs} is {rule!r:.60}, expected to: a section's name, or a list of them")
+    if not isinstance(axes, str | None) or not isinstance(scale, int | float | None):
+        raise InputError(f"map: {theirs} has axes {axes!r:.40} and scale {scale!r:.40}, expected text and a number")
     places = [parse(name_of(pattern, layer, step)) for pattern in targets]
     shapes = [place.section.shape.split() for place in places]
     known = sizes(config, layer, targets[0].startswith("vision."))
-    axes = rule.get("axes", " ".join(shapes[0]))
+    axes = " ".join(shapes[0]) if axes is None else axes
     groups = [group.strip("()").split() for group in re.findall(r"\([^)]*\)|\S+", axes)]
     letters = [letter for group in groups for letter in group]
     if len(groups) != x.dim() or len(set(letters)) != len(letters):
@@ -159,7 +164,7 @@ def _translate(
         if len(free) > 1 or size % max(rest, 1) or (not free and size != rest):
             raise InputError(f"{theirs}: {list(x.shape)}, expected {axes!r} with {_told(known, letters)}")
         full += [known[letter] if letter in known else size // rest for letter in group]
-    x = x.reshape(full) * rule["scale"] if "scale" in rule else x.reshape(full)
+    x = x.reshape(full) if scale is None else x.reshape(full) * scale
     chunks = x.split(parts, dim=letters.index("part")) if "part" in letters else [x]
     return {
         name_of(target, layer, step): _arrange(chunk, letters, shape, theirs)
