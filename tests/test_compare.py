@@ -258,6 +258,8 @@ def test_one_wrong_decoding_step(ours):
 def test_some_sections_alone(ours, of_fault):
     found = compare(ours, of_fault("static scale 3"), sections=["moe.*.gate"])
     assert [row.name for row in found.rows][:2] == ["moe.0.gate", "moe.1.gate"]
+    assert found.exit_status == 0  # their inputs are wrong, they are not
+    assert found.rows[0].inputs["moe.0.input"] > 0.01
     with pytest.raises(InputError, match="fits no section"):
         compare(ours, ours, sections=["moe.*.gates"])
 

@@ -319,7 +319,7 @@ def compare(
     Args:
         replayed: gives what the reference makes of the other's recorded inputs: `functools.partial(replay, model,
             other)`. Sections for which it raises InputError are compared as they were recorded, which is noted.
-        sections: compare these alone, patterns as `trace` takes them; None: all.
+        sections: judge (and replay) these alone, patterns as `trace` takes them; None: all.
         dtype: whose tolerances to use; None: the coarser of both manifests' and of the tensors'.
 
     Raises:
@@ -337,11 +337,13 @@ def compare(
         if not common:
             some = ", ".join(sorted(b.names)[:3]) or "nothing"
             raise InputError(f"compare: no section in common (the port has {some}), expected names as in sections.py")
-        walk = _Walk(a, b, set(common), dtype, replayed)
         wanted = chooser(["all"] if sections is None else sections)
-        rows = [walk.row(name) for name in common if wanted(name.removeprefix(f"step.{parse(name).step}."))]
-        if not rows:
+        judged = {name for name in common if wanted(name.removeprefix(f"step.{parse(name).step}."))}
+        if not judged:
             raise InputError(f"compare: both traces lack {', '.join(sections)}, expected sections that both have")
+        walk = _Walk(a, b, set(common), judged, dtype, replayed)
+        # All of them: what errors the inputs bring is known from the sections before only.
+        rows = [row for name in common if (row := walk.row(name)).name in judged]
         if (failed := walk.not_replayed) and all(row.own is None for row in rows):
             raise InputError(f"compare: nothing could be replayed, for example: {failed[0]}")
         if failed:
@@ -445,8 +447,10 @@ def _differences(x: Any, y: Any, key: str = "") -> list[tuple[str, Any, Any]]:
 class _Walk:
     """The sections in data-flow order, with the token errors of those before."""
 
-    def __init__(self, a: Recorded, b: Recorded, common: set[str], dtype: str, replay: Replay | None) -> None:
-        self.a, self.b, self.common, self.dtype, self.replay = a, b, common, dtype, replay
+    def __init__(
+        self, a: Recorded, b: Recorded, common: set[str], judged: set[str], dtype: str, replay: Replay | None
+    ) -> None:
+        self.a, self.b, self.common, self.judged, self.dtype, self.replay = a, b, common, judged, dtype, replay
         self.errors: dict[str, Tensor] = {}
         self.not_replayed: list[str] = []  # why
         self.ranked: dict[tuple[int, int | None], tuple[Tensor, Tensor]] = {}  # biased scores, of step and layer
@@ -486,7 +490,7 @@ class _Walk:
 
     def replayed(self, name: str) -> Tensor | None:
         """What the reference makes of the other's inputs; None where they are not recorded, or do not fit."""
-        if self.replay is None or not parse(name).section.inputs:
+        if self.replay is None or name not in self.judged or not parse(name).section.inputs:
             return None
         try:
             own = self.replay(name).cpu()
