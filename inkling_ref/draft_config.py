@@ -58,6 +58,23 @@ class DSparkConfig:
         """The slot that predicts x_1."""
         return 0 if self.sample_from_anchor else 1
 
+    @property
+    def kind(self) -> str:
+        """What it is, in one line for people."""
+        head = f"{self.markov_head_type} head of rank {self.markov_rank}" if self.markov_rank else "no Markov head"
+        has = {
+            "relative bias": self.d_rel,
+            "RoPE": self.rope_theta,
+            "gate": self.attention_gate,
+            "sink": self.attention_sink,
+            "confidence": self.enable_confidence_head,
+        }
+        return (
+            f"{self.num_hidden_layers} layers, {head}, {self.num_draft_tokens} tokens a block, "
+            f"taps {', '.join(map(str, self.target_layer_ids))} | "
+            f"{', '.join(name for name, value in has.items() if value) or 'nothing more'}"
+        )
+
     def check(self, target: TextConfig) -> None:
         """Raises InputError naming the key that is impossible in itself or for that target."""
         for f in fields(self):
