@@ -1,13 +1,15 @@
 """Training of the drafter: packed blocks are those of decoding, losses are their definition, and it learns."""
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
 from helpers import random_ids, random_model, relative_rms
 from test_dspark import OPTIONS, make
 
-from inkling_ref import InklingConfig, Tokenizer, generate, load, load_drafter, save
+from inkling_ref import InklingConfig, InputError, Tokenizer, generate, load, load_drafter, save
 from inkling_ref.nano import rows, train_drafter
 from inkling_ref.nano.train_drafter import Texts, draw_anchors, losses, packed_blocks
 from inkling_ref.nano.vocabulary import SHIPPED
@@ -120,3 +122,30 @@ def test_training_does_not_touch_the_target_and_learns(tmp_path):
     result = generate(target, ids, 24, eos_token_id=[], drafter=drafter)
     assert result.tokens == plain.tokens
     assert result.stats.drafting.tokens_per_pass >= 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"minutes": math.nan}, "minutes: nan, expected more than 0"),
+        ({"rate": -1.0}, "rate: -1.0, expected more than 0"),
+        ({"steps": -1}, "steps is -1, expected an integer >= 1"),
+        ({"texts": 0}, "texts is 0, expected"),
+        ({"examples": 0}, "examples is 0, expected"),
+        ({"device": "foo"}, "device: 'foo', expected cpu or cuda"),
+        ({"out": __file__}, "a file, expected a folder"),
+        ({}, "config.json: not found"),
+    ],
+    ids=lambda v: next(iter(v), "folder") if isinstance(v, dict) else "",
+)
+def test_what_cannot_be_trained_with_is_named_before_training(tmp_path, options, message):
+    with pytest.raises(InputError, match=message):
+        train_drafter.main(tmp_path, **options)
+
+
+def test_the_module_ends_in_one_line(tmp_path):
+    command = [sys.executable, "-m", "inkling_ref.nano.train_drafter", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1

@@ -46,6 +46,7 @@ from ..dspark import Drafter, observe
 from ..errors import InputError
 from ..generation import generate
 from ..model import Inkling
+from ..sampling import check_count
 from ..speculative import Drafting
 from . import rows
 from .rows import ANSWER, Row
@@ -387,10 +388,19 @@ def main(
         examples: held-out prompts a task, for the acceptance in drafter.json.
 
     Raises:
-        InputError: minutes that are not positive, or a checkpoint that cannot be read.
+        InputError: a number that is not positive, another device, a file in the folder's place, or a checkpoint that
+            cannot be read.
     """
-    if not minutes > 0:
-        raise InputError(f"minutes: {minutes}, expected more than 0")
+    for name, number in {"minutes": minutes, "rate": rate}.items():
+        if not 0 < number < math.inf:
+            raise InputError(f"{name}: {number}, expected more than 0")
+    for name, number in {"texts": texts, "size": size, "examples": examples, "steps": steps}.items():
+        if number is not None:
+            check_count(name, number, 1)
+    if device not in (None, "cpu", "cuda"):
+        raise InputError(f"device: {device!r}, expected cpu or cuda")
+    if out and Path(out).exists() and not Path(out).is_dir():
+        raise InputError(f"{out}: a file, expected a folder")
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     torch.set_float32_matmul_precision("high")
     model = checkpoint.load(folder, place, torch.float32, experts="dequantize")
@@ -436,4 +446,7 @@ if __name__ == "__main__":
     }  # fmt: skip
     for option, kind in options.items():
         parser.add_argument(f"--{option}", type=kind, default=argparse.SUPPRESS)
-    main(**vars(parser.parse_args()))
+    try:
+        main(**vars(parser.parse_args()))
+    except (InputError, OSError) as error:
+        parser.exit(2, f"error: {error}\n")
