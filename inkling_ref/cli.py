@@ -49,7 +49,8 @@ def main(arguments: list[str] | None = None) -> int:
             warnings.showwarning = lambda message, *_: _note(f"warning: {message}")
             status = app(arguments, prog_name="inkling-ref", standalone_mode=False) or 0
     except typer.TyperException as error:  # unknown commands and options
-        if message := error.format_message():  # empty where the help was shown for want of a command
+        # Empty where the help was shown for want of a command; pydantic prefixes its own name for the fault.
+        if message := " ".join(error.format_message().replace("Value error, ", "").split()):
             _note(f"error: {message}")
     except (InputError, UserWarning) as error:  # warnings are raised where Python was told to take them for errors
         _note(f"error: {error}")
@@ -173,11 +174,11 @@ def ask(
     )
     if (drafting := stats.drafting) and drafting.row_rounds:
         _note(
-            f"drafting: {drafting.tokens_per_pass:.2f} tokens a pass of the target | accepted by position: "
-            f"{_percent(drafting.acceptance())} | "
+            f"drafting: {drafting.tokens_per_pass:.2f} tokens a pass of the target | "
             f"{1000 * drafting.draft_seconds / drafting.row_rounds:.1f} ms to draft, "
             f"{1000 * drafting.verify_seconds / drafting.row_rounds:.1f} ms to check"
         )
+        _note(f"accepted by position: {_percents(drafting.acceptance())} %")
 
 
 def use_few_threads(config: "InklingConfig", device: str) -> None:
@@ -194,8 +195,8 @@ def use_few_threads(config: "InklingConfig", device: str) -> None:
         torch.set_num_threads(1)
 
 
-def _percent(shares: list[float]) -> str:
-    return " ".join(f"{100 * share:.0f}" for share in shares) + " %"
+def _percents(shares: list[float]) -> str:
+    return " ".join(f"{100 * share:.0f}" for share in shares)
 
 
 class _Printer:
@@ -319,7 +320,7 @@ def bench(
 
     model = checkpoints.load(checkpoint, device=device, dtype=_dtype(device))
     drafter = load_drafter(checkpoint, model)
-    console = Console(width=110)
+    console = Console(width=110 if find_layout else 80, highlight=False)
     if find_layout:
         table = Table(*drafting.OPEN, "first draft", "others", box=None)
         for choices, first, others in drafting.find_layout(checkpoint, model):
@@ -338,8 +339,10 @@ def bench(
         console.print(table)
         raise typer.Exit(failed)
     names = _names(tasks) if tasks else drafting.TASKS
-    heads = ("task", "temperature", "drafts", "tokens a pass", "tokens/s", "without", "ratio", "accepted by position")
-    table = Table(*heads, box=None)
+    table = Table("task", box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for heading in ("temp.", "drafts", "tokens\na pass", "tokens\n/s", "plain\n/s", "ratio"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("accepted by position, %", no_wrap=True)
     for warmth in temperature or (0.0, 1.0):
         for greedy in (False, True) if warmth else (True,):
             for task, r in drafting.by_task(
@@ -347,11 +350,11 @@ def bench(
             ):
                 numbers = (f"{warmth:g}", "greedy" if greedy else "drawn", f"{r.tokens_per_pass:.2f}")
                 speeds = (f"{r.tokens_per_second:.0f}", f"{r.without:.0f}", f"{r.tokens_per_second / r.without:.2f}")
-                table.add_row(task, *numbers, *speeds, _percent(r.acceptance))
+                table.add_row(task, *numbers, *speeds, _percents(r.acceptance))
     console.print(table)
     seconds = measure_seconds(model, drafter, drafting.some_ids(model))
-    cost = " ".join(f"{1000 * s:.1f}" for s in seconds)
-    console.print(f"ms of a round that reads 1, 2, ... tokens (drafting included): {cost}")
+    cost = " ".join(f"{1000 * s:.3g}" for s in seconds)
+    console.print(f"ms a round that reads 1, 2, ... tokens: {cost}")
 
 
 @app.command()

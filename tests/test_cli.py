@@ -146,8 +146,20 @@ def test_drafting_gives_the_same_answer_and_a_report(capsys, drafting_folder):
     plain = run(capsys, *arguments)
     status, out, err = run(capsys, *arguments, "--draft")
     assert (status, out) == (0, plain[1])
-    report = r"drafting: \d\.\d\d tokens a pass of the target \| accepted by position: \d+ \d+ \d+ % \| .* ms to check"
-    assert re.fullmatch(report, err.splitlines()[-1])
+    report = r"drafting: \d\.\d\d tokens a pass of the target \| .* ms to check\naccepted by position: \d+ \d+ \d+ %\n"
+    assert re.search(rf"^{report}\Z", err, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["bench"], "Missing argument 'what'. Choose from: dspark"),
+        (["bench", "speed"], "Invalid value for 'what': 'speed' is not one of 'dspark'."),
+    ],
+    ids=["none", "unknown"],
+)
+def test_what_typer_finds_is_one_plain_line(capsys, arguments, message):
+    assert run(capsys, *arguments) == (2, "", f"error: {message}\n")
 
 
 def test_find_layout_tries_the_open_choices(capsys, drafting_folder, monkeypatch):

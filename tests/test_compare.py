@@ -464,6 +464,8 @@ def test_replay_of_one_section(capsys, monkeypatch, files, tmp_path):
     assert "from the port's own inputs the reference" in out
     status, out, _ = run(capsys, monkeypatch, *arguments, "--replay", "moe.*.out,attention.gated")
     assert status == 0  # their inputs are wrong, they are not
+    *_, out, _ = run(capsys, monkeypatch, *arguments, "--replay", "moe.*", "--all")
+    assert re.search(r"^moe\.0\.chosen +[\d.]+ % +of sets +(agrees|carried) *$", out, re.MULTILINE)  # not cut off
 
 
 def test_replay_with_other_weights(capsys, monkeypatch, files):

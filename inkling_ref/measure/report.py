@@ -129,6 +129,7 @@ def show(c: Comparison, everything: bool = False, console: Console | None = None
     print_("")
     rows = c.rows if everything else _what_matters(c)
     print_(_table(c, rows))
+    print_("")
     print_(counts(c) + ("" if everything or len(rows) == len(c.rows) else "; --all shows all"), style="dim")
     for line in [f"reference: {describe(c.reference)}", f"port: {describe(c.other)}", *absent(c)]:
         print_(line, style="dim")
@@ -167,7 +168,7 @@ def _what_matters(c: Comparison) -> list[Row]:
 
 def _table(c: Comparison, rows: list[Row]) -> Table:
     replayed = any(row.own is not None for row in c.rows)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("section", overflow="fold", min_width=20)
     for heading in ("error", "allowed", *(["own"] if replayed else []), "rms", "cosine"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -175,8 +176,8 @@ def _table(c: Comparison, rows: list[Row]) -> Table:
     for row in rows:
         status = Text(row.status, style=COLOURS[row.status] + (" bold" if row is c.first else ""))
         if row.section.kind == "choices":
-            sets = f"{100 * (1 - row.relative_rms):.4g} % of sets" if math.isfinite(row.relative_rms) else ""
-            cells = [sets, "", *([""] if replayed else []), "", ""]
+            sets = (f"{100 * (1 - row.relative_rms):.4g} %", "of sets") if math.isfinite(row.relative_rms) else ("", "")
+            cells = [*sets, *([""] if replayed else []), "", ""]
         else:
             own = [number(row.own)] if replayed else []
             cosine = "" if math.isnan(row.cosine) else f"{row.cosine:.5f}"
@@ -367,17 +368,18 @@ def _flow(c: Comparison) -> str:
     """Every section's error, and what was allowed (dashed)."""
     rows = [row for row in c.rows if row.section.kind != "choices"]
     axes = _Axes([v for row in rows for v in (row.error, row.allowed)], max(1, len(rows)), width=1000)
-    parts, shown = axes.frame(), -100.0
+    parts, free = axes.frame(), 0.0  # where the next name may begin
     for i, row in enumerate(rows):
-        if i and _group(row) != _group(rows[i - 1]):
-            x = axes.x(i - 0.5)
+        group = _group(row)
+        if i and group == _group(rows[i - 1]):
+            continue
+        x = axes.x(i - 0.5)
+        if i:
             parts.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{_H - _BOTTOM}"/>')
-        if (i == 0 or _group(row) != _group(rows[i - 1])) and axes.x(i) - shown > 90:
-            shown = axes.x(i)
-            anchor = "end" if shown > axes.width - 90 else "start"
-            parts.append(
-                f'<text x="{shown:.1f}" y="{_H - 10}" text-anchor="{anchor}">{html.escape(_group(row))}</text>'
-            )
+        end = x + 7 * len(group)  # of the name, in letters of generous width
+        if x >= free and end <= axes.width:
+            free = end
+            parts.append(f'<text x="{x:.1f}" y="{_H - 10}">{html.escape(group)}</text>')
     parts.append(_path(axes, [(i, row.allowed) for i, row in enumerate(rows)]))
     parts += [_dot(axes, i, row, 2.5, row is c.first) for i, row in enumerate(rows)]
     return _svg(axes, "error of every section in data-flow order, and what is allowed", parts)
