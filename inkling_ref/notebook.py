@@ -173,6 +173,8 @@ def explore(plot: Callable[..., Figure], *, alt: str, **values: Sequence) -> Non
     Args:
         plot: takes one value a label, returns a new matplotlib figure.
         alt: what is seen, for readers who do not see it.
+
+    Raises InputError without a value to draw.
     """
 
     @functools.cache
@@ -183,6 +185,10 @@ def explore(plot: Callable[..., Figure], *, alt: str, **values: Sequence) -> Non
             figure.suptitle(", ".join(f"{label} = {value}" for label, value in chosen.items()), fontsize=10)
         return _png(figure)
 
+    if empty := [label for label, options in values.items() if not len(options)]:
+        raise InputError(f"explore: {empty[0]} is empty, expected at least one value")
+    if not values:
+        raise InputError("explore: no values, expected label=values for at least one label")
     label, *others = values
     first = values[label]
     count = min(4, len(first))
@@ -225,14 +231,15 @@ def _sliders(draw: Callable[..., Image.Image], values: dict[str, Sequence], alt:
 
 def exercise(check: Callable[[Callable], None], candidate: Callable) -> None:
     """Run an exercise's check on your function and print the outcome in one line."""
+    name = getattr(candidate, "__name__", type(candidate).__name__)
     try:
         check(candidate)
     except NotImplementedError:
-        print(f"{candidate.__name__}: not tried yet")
+        print(f"{name}: not tried yet")
     except AssertionError as error:
-        print(f"{candidate.__name__}: not yet. {str(error) or traceback.extract_tb(error.__traceback__)[-1].line}")
+        print(f"{name}: not yet. {str(error) or traceback.extract_tb(error.__traceback__)[-1].line}")
     else:
-        print(f"{candidate.__name__}: passed")
+        print(f"{name}: passed")
 
 
 def read(path: Path) -> Any:
@@ -241,7 +248,7 @@ def read(path: Path) -> Any:
 
     try:
         return nbformat.read(path, as_version=4)
-    except (OSError, ValueError, nbformat.ValidationError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError, nbformat.ValidationError) as error:
         raise InputError(f"{path}: expected a notebook: {str(error).splitlines()[0]}") from error
 
 
@@ -277,6 +284,8 @@ def executed(path: Path) -> Any:
     client = nbclient.NotebookClient(read(path), kernel_name="python3", timeout=300, coalesce_streams=True)
     try:
         return client.execute(cwd=str(path.parent), env=environment)
+    except nbclient.exceptions.DeadKernelError:
+        raise InputError(f"{path}: the kernel died, expected cells that end") from None
     except nbclient.exceptions.CellExecutionError as error:
         raise InputError(f"{path}: a cell failed\n{error}") from error
 

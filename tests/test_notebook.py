@@ -1,6 +1,7 @@
 """The notebooks' helpers: what they display, how an exercise speaks, and the normal form of a file."""
 
 import base64
+import functools
 import io
 import json
 import types
@@ -230,3 +231,29 @@ def test_what_is_no_notebook_is_named(tmp_path, content, capsys):
     for arguments in (["--check"], []):
         assert nb.main([*arguments, str(path)]) == 1
         assert "a.ipynb: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("values", "message"), [({}, "no values"), ({"a": []}, "a is empty"), ({"a": [1], "b": ()}, "b is empty")], ids=str
+)
+def test_explore_without_a_value(values, message):
+    with pytest.raises(InputError, match=f"explore: {message}, expected"):
+        nb.explore(line, alt="None.", **values)
+
+
+def test_an_exercise_takes_what_has_no_name(capsys):
+    nb.exercise(lambda candidate: candidate(), functools.partial(int, 3))
+    assert capsys.readouterr().out == "partial: passed\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["5", "[]", "null", '{"nbformat": 4, "metadata": {}, "cells": [5]}', "[" * 100_000],
+    ids=lambda text: text[:9],
+)
+def test_json_that_is_no_notebook(text, tmp_path, capsys):
+    (tmp_path / "it.ipynb").write_text(text)
+    assert nb.main(["--check", str(tmp_path / "it.ipynb")]) == 1
+    err = capsys.readouterr().err
+    assert "it.ipynb: expected a notebook: " in err
+    assert err.count("\n") == 1
