@@ -20,9 +20,10 @@ from helpers import random_model
 from PIL import Image
 from tiny_tokenizer import raw_tokenizer
 
-from inkling_ref import Drafter, DSparkConfig, chat, checkpoint, cli, generation, save_drafter
+from inkling_ref import Drafter, DSparkConfig, chat, checkpoint, cli, generation, load_drafter, save_drafter
 from inkling_ref.config import InklingConfig
 from inkling_ref.errors import InputError
+from inkling_ref.measure.drafting import find_layout
 
 
 @pytest.fixture(scope="module")
@@ -174,6 +175,17 @@ def test_find_layout_tries_the_open_choices(capsys, drafting_folder, monkeypatch
     assert all(0 <= share <= 1 for pair in shares for share in pair)
     sums = [a + b for a, b in shares]
     assert all(a >= b - 0.002 for a, b in itertools.pairwise(sums))
+
+
+def test_find_layout_leaves_out_what_the_drafter_cannot_be(drafting_folder, monkeypatch):
+    """Nothing comes before the embedding: a drafter that taps it has no layout with taps before or mixed."""
+    monkeypatch.setattr("inkling_ref.measure.drafting.QUESTIONS", ("hello",))
+    monkeypatch.setattr("inkling_ref.measure.drafting.NEW_TOKENS", 2)
+    model = checkpoint.load(drafting_folder)
+    save_drafter(load_drafter(drafting_folder, model, target_layer_ids=[-1, 4]), drafting_folder)
+    found = find_layout(drafting_folder, model)
+    assert len(found) == 16
+    assert {choices["tap"] for choices, _, _ in found} == {"after"}
 
 
 def test_a_real_model_is_repeatable(capsys, folder, picture):

@@ -152,6 +152,7 @@ def find_layout(folder: str | Path, model: Inkling) -> list[tuple[dict[str, Any]
     """(choices, acceptance of the first draft, mean acceptance of the others) of all combinations, the best first.
 
     Greedy answers to a few questions. A wrong layout, tap or norm shows as a large drop; the text is right with each.
+    Choices that this drafter cannot have are left out.
     """
     tokenizer = Tokenizer.from_pretrained(folder)
     prompts = [render([{"role": "user", "content": q}], tokenizer, config=model.config).input_ids for q in QUESTIONS]
@@ -159,8 +160,11 @@ def find_layout(folder: str | Path, model: Inkling) -> list[tuple[dict[str, Any]
     has_output = load_drafter(folder, model).config.target_layer_ids[-1] == model.config.text.num_hidden_layers
     for values in product(*({**OPEN, **({} if has_output else {"final_tap": ("norm",)})}).values()):
         choices = dict(zip(OPEN, values, strict=True))
-        drafter = load_drafter(folder, model, **choices)
-        drafting = Drafting(drafter, num_tokens=drafter.config.block_size - 1)
+        try:
+            drafter = load_drafter(folder, model, **choices)
+        except InputError:  # impossible for this one: nothing comes before the embedding, say
+            continue
+        drafting = Drafting(drafter, num_tokens=max(1, drafter.config.block_size - 1))
         stats = generate(model, prompts, NEW_TOKENS, eos_token_id=ended, drafter=drafting).stats.drafting
         first, *others = stats.acceptance()
         found.append((choices, first, fmean(others) if others else 0.0))
