@@ -60,7 +60,7 @@ class DSparkConfig:
 
     @property
     def kind(self) -> str:
-        """What it is, in one line for people."""
+        """What it is, in two lines for people."""
         head = f"{self.markov_head_type} head of rank {self.markov_rank}" if self.markov_rank else "no Markov head"
         has = {
             "relative bias": self.d_rel,
@@ -71,8 +71,8 @@ class DSparkConfig:
         }
         return (
             f"{self.num_hidden_layers} layers, {head}, {self.num_draft_tokens} tokens a block, "
-            f"taps {', '.join(map(str, self.target_layer_ids))} | "
-            f"{', '.join(name for name, value in has.items() if value) or 'nothing more'}"
+            f"taps {', '.join(map(str, self.target_layer_ids))}\n"
+            f"with {', '.join(name for name, value in has.items() if value) or 'nothing more'}"
         )
 
     def check(self, target: TextConfig) -> None:

@@ -93,14 +93,14 @@ def test_sizes_come_from_the_tensors(folder, model):
     assert_same(load_drafter(folder, model), make(model))
 
 
-def test_the_kind_is_told_in_a_line(folder, model):
+def test_the_kind_is_told_in_two_lines(folder, model):
     """From tensors and config, without a run."""
     kind = load_drafter(folder, model).config.kind
     assert kind == (
-        "2 layers, rnn head of rank 7, 4 tokens a block, taps 1, 3, 4 | relative bias, gate, sink, confidence"
+        "2 layers, rnn head of rank 7, 4 tokens a block, taps 1, 3, 4\nwith relative bias, gate, sink, confidence"
     )
     assert make(model, **OPTIONS["deepspec"]).config.kind == (
-        "2 layers, vanilla head of rank 7, 4 tokens a block, taps 0, 2 | RoPE, confidence"
+        "2 layers, vanilla head of rank 7, 4 tokens a block, taps 0, 2\nwith RoPE, confidence"
     )
     assert ", no Markov head, " in make(model, **OPTIONS["no_head"]).config.kind
 
