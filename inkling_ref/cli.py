@@ -320,8 +320,11 @@ def bench(
 
     model = checkpoints.load(checkpoint, device=device, dtype=_dtype(device))
     drafter = load_drafter(checkpoint, model)
+    for line in f"drafter: {drafter.config.kind}".splitlines():
+        _note(line)
     console = Console(width=110 if find_layout else 80, highlight=False)
     if find_layout:
+        _note("every combination of the open choices is tried: this takes a while")
         table = Table(*drafting.OPEN, "first draft", "others", box=None)
         for choices, first, others in drafting.find_layout(checkpoint, model):
             table.add_row(*map(str, choices.values()), f"{first:.3f}", f"{others:.3f}")

@@ -166,8 +166,9 @@ def test_what_typer_finds_is_one_plain_line(capsys, arguments, message):
 def test_find_layout_tries_the_open_choices(capsys, drafting_folder, monkeypatch):
     monkeypatch.setattr("inkling_ref.measure.drafting.QUESTIONS", ("hello",))
     monkeypatch.setattr("inkling_ref.measure.drafting.NEW_TOKENS", 4)
-    status, out, _ = run(capsys, "bench", "dspark", "--find-layout", "--checkpoint", drafting_folder)
+    status, out, err = run(capsys, "bench", "dspark", "--find-layout", "--checkpoint", drafting_folder)
     assert status == 0
+    assert err.startswith("drafter: 1 layers, rnn head of rank 3, 3 tokens a block, taps 1, 4\nwith relative bias, ")
     heading, *lines = out.splitlines()
     assert heading.split()[:3] == ["sample_from_anchor", "tap", "final_tap"]
     assert len(lines) == len({tuple(line.split()[:5]) for line in lines}) == 48
