@@ -322,7 +322,7 @@ def bench(
     drafter = load_drafter(checkpoint, model)
     for line in f"drafter: {drafter.config.kind}".splitlines():
         _note(line)
-    console = Console(width=110 if find_layout else 80, highlight=False)
+    console = Console(width=110)
     if find_layout:
         _note("every combination of the open choices is tried: this takes a while")
         table = Table(*drafting.OPEN, "first draft", "others", box=None)
@@ -342,22 +342,20 @@ def bench(
         console.print(table)
         raise typer.Exit(failed)
     names = _names(tasks) if tasks else drafting.TASKS
-    table = Table("task", box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    for heading in ("temp.", "drafts", "tokens\na pass", "tokens\n/s", "plain\n/s", "ratio"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("accepted by position, %", no_wrap=True)
+    drafting.check_tasks(names)  # before the heading
+    row = "{:14} {:>4} {:>6} {:>6} {:>6} {:>5} {:>5} {}".format
+    print(row("", "", "", "tokens", "tokens", "plain", "", ""))
+    print(row("task", "temp", "drafts", "a pass", "/s", "/s", "ratio", "accepted by position, %"), flush=True)
     for warmth in temperature or (0.0, 1.0):
         for greedy in (False, True) if warmth else (True,):
-            for task, r in drafting.by_task(
-                checkpoint, model, Drafting(drafter, greedy=greedy), names, examples, warmth
-            ):
+            how = Drafting(drafter, greedy=greedy)
+            for task, r in drafting.by_task(checkpoint, model, how, names, examples, warmth):
                 numbers = (f"{warmth:g}", "greedy" if greedy else "drawn", f"{r.tokens_per_pass:.2f}")
                 speeds = (f"{r.tokens_per_second:.0f}", f"{r.without:.0f}", f"{r.tokens_per_second / r.without:.2f}")
-                table.add_row(task, *numbers, *speeds, _percents(r.acceptance))
-    console.print(table)
+                print(row(task, *numbers, *speeds, _percents(r.acceptance)), flush=True)
     seconds = measure_seconds(model, drafter, drafting.some_ids(model))
     cost = " ".join(f"{1000 * s:.3g}" for s in seconds)
-    console.print(f"ms a round that reads 1, 2, ... tokens: {cost}")
+    print(f"ms a round that reads 1, 2, ... tokens: {cost}")
 
 
 @app.command()
