@@ -370,6 +370,11 @@ def test_every_section_has_its_tolerance_and_readable_equations(section):
         assert not re.search(r"[\\{}$]", report.plain(latex)), report.plain(latex)
 
 
+def test_an_equation_for_a_terminal():
+    latex = r"\hat x_j = x_j / \sqrt{\mathrm{mean}(x_j^2) + \epsilon}"
+    assert report.plain(latex) == "x\N{COMBINING CIRCUMFLEX ACCENT}_j = x_j / √(mean(x_j^2) + ε)"
+
+
 # ---- the command
 
 

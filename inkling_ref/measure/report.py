@@ -93,7 +93,7 @@ _SYMBOLS = {
     r"\odot": "⊙", r"\cdot": "·", r"\sigma": "σ", r"\gamma": "γ", r"\alpha": "α", r"\epsilon": "ε", r"\omega": "ω",
     r"\theta": "θ", r"\phi": "φ", r"\tau": "τ", r"\sum": "Σ", r"\le": "≤", r"\leftarrow": "←", r"\mapsto": "↦",
     r"\lVert": "‖", r"\rVert": "‖", r"\min": "min", r"\max": "max", r"\log": "log", r"\tanh": "tanh", r"\sin": "sin",
-    r"\cos": "cos", r"\times": "×", r"\hat": "", r"\quad": "  ", r"\qquad": "  ", r"\big": "", r"\Big": "",
+    r"\cos": "cos", r"\times": "×", r"\quad": "  ", r"\qquad": "  ", r"\big": "", r"\Big": "",
     r"\lfloor": "⌊", r"\rfloor": "⌋", r"\;": " ", r"\,": " ", r"\textstyle": "", r"\text": "", r"\mathrm": "",
     r"\left": "", r"\right": "",
 }  # fmt: skip
@@ -101,8 +101,9 @@ _SYMBOLS = {
 
 def plain(latex: str) -> str:
     """An equation for a terminal: LaTeX's commands as characters."""
-    text = re.sub(r"\\sqrt\{([^{}]*)\}", r"√(\1)", latex).replace(r"\sqrt", "√")
-    text = re.sub(r"\\(?:mathrm|text)\{([^{}]*)\}", r"\1", text)
+    text = re.sub(r"\\(?:mathrm|text)\{([^{}]*)\}", r"\1", latex)  # first: no braces within those of a root
+    text = re.sub(r"\\sqrt\{([^{}]*)\}", r"√(\1)", text).replace(r"\sqrt", "√")
+    text = re.sub(r"\\hat (\w)", "\\1\N{COMBINING CIRCUMFLEX ACCENT}", text)
     for command in sorted(_SYMBOLS, key=len, reverse=True):
         text = text.replace(command, _SYMBOLS[command])
     text = re.sub(r"([_^])\{([^{}]{1,2})\}", r"\1\2", text)
