@@ -74,7 +74,7 @@ def versions() -> None:
     """Print what this notebook runs on, and what of it runs here."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU, no GPU found"
     print(f"inkling-ref {__version__}, Python {platform.python_version()}, PyTorch {torch.__version__}, {device}")
-    print("Runs here: everything below, on the CPU, in float32.")
+    print("Runs here: everything below, on the CPU, in float32 unless a cell says otherwise.")
 
 
 @functools.cache
