@@ -5,6 +5,7 @@ import json
 import math
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from inkling_ref.measure.replay import replay
 from inkling_ref.measure.sections import SECTIONS, equations, inputs_of, name_of, order, parse, source
 
 CONFIG = ir.InklingConfig.tiny()
+PICTURE = Path(__file__).parents[1] / "examples" / "shapes.png"
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 # How far the replay of a section may be from the trace: sums in another order, and for 16 bits one rounding of few.
 REPLAY = {torch.float32: 1e-6, torch.bfloat16: 2e-3, torch.float64: 1e-14}
@@ -557,7 +559,7 @@ def test_the_command_writes_a_trace_and_repeats_one(tmp_path, capsys):
 
 def test_the_command_takes_a_question_with_a_picture(tmp_path, capsys):
     status, text = run(
-        capsys, "--prompt", "What is it?", "--image", "examples/shapes.png", "--layers", "5", "--dtype", "bfloat16",
+        capsys, "--prompt", "What is it?", "--image", PICTURE, "--layers", "5", "--dtype", "bfloat16",
         "--sections", "embedding.out,vision.features,layer.*.attention.v", "--out", tmp_path / "t.safetensors",
     )  # fmt: skip
     trace = ir.Trace.read(tmp_path / "t.safetensors")
@@ -576,12 +578,14 @@ def test_the_command_takes_a_question_with_a_picture(tmp_path, capsys):
         (["--prompt", "a", "--layers", "18"], "expected numbers from 0 to 17"),
         (["--prompt", "a", "--sections", "qq"], "sections: 'qq' fits no section"),
         (["--tokens", "missing.json"], "missing.json: No such file"),
-        (["--tokens", "README.md"], "README.md: expected a JSON list"),
+        (["--tokens", "prose.md"], "prose.md: expected a JSON list"),
     ],
     ids=lambda v: " ".join(v) if isinstance(v, list) else "",
 )
-def test_the_command_says_what_is_wrong(tmp_path, capsys, arguments, message):
-    status, text = run(capsys, *arguments, "--out", tmp_path / "t.safetensors")
+def test_the_command_says_what_is_wrong(tmp_path, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prose.md").write_text("# Not ids\n")
+    status, text = run(capsys, *arguments, "--out", "t.safetensors")
     assert (status, text.count("\n")) == (2, 1)
     assert message in text
-    assert not list(tmp_path.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == ["prose.md"]

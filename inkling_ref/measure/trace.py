@@ -50,9 +50,9 @@ VERSION = 1
 class Trace:
     """Recorded tensors by name, and the manifest: what ran, on which input.
 
-    manifest: version, implementation, versions, config, dtype, backend, prompt (ids of every row, without padding),
-    decoded (the ids that the decoding steps read, a row each), positions (of the prompt, that were kept; null = all),
-    images (the grids), tolerance and note where the maker stated them.
+    manifest: version, implementation, versions, config, dtype, device, backend, prompt (ids of every row, without
+    padding), decoded (the ids that the decoding steps read, a row each), positions (of the prompt, that were kept;
+    null = all), images (the grids); a golden set adds its case, checkpoint, tolerance and what else made it.
     """
 
     tensors: dict[str, Tensor]
@@ -223,6 +223,7 @@ class Recording:
             self.pictures.setdefault(name, []).append(value.detach().cpu().clone())
 
     def finish(self) -> dict[str, Tensor]:
+        """Everything recorded, by name; the pictures' sections joined along their tokens."""
         return {name: torch.cat(parts) for name, parts in self.pictures.items()} | self.tensors
 
 
