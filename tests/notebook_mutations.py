@@ -56,8 +56,8 @@ MUTATIONS: dict[str, list[tuple[str, Callable[[Any], Any]]]] = {
         ("moe.experts", lambda f: lambda h, w, ids, *rest: f(h, w / w.sum(-1, keepdim=True), ids, *rest)),  # no scale
     ],
     "validate_your_port": [
-        ("measure.compare.difference", lambda f: lambda a, b, n=2: f(a, a, n)),  # sees nothing
-        ("measure.compare.systematic", lambda f: lambda a, b: 1.0),  # sees faults everywhere
+        ("measure.differences.difference", lambda f: lambda a, b, n=2: f(a, a, n)),  # sees nothing
+        ("measure.differences.systematic", lambda f: lambda a, b: 1.0),  # sees faults everywhere
         ("moe.softcap", lambda f: lambda x, cap: x),  # the reference is wrong
         ("measure.adapters.recorded._order_choices", lambda f: lambda tensors: None),  # experts best first
     ],

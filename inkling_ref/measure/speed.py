@@ -2,7 +2,8 @@
 
 Times the shipped nano checkpoint: reading it, decoding, a forward pass of 1,024 tokens beside the same weights in
 `transformers` (if that is installed), and `inkling-ref ask` from the start of its process. Medians; the two forward
-passes take turns, so that a machine that slows down slows both.
+passes take turns, so that a machine that slows down slows both. Last, on Linux, what comparing two
+traces of 200 MB takes.
 """
 
 import os
@@ -23,6 +24,7 @@ from ..cli import NANO, use_few_threads
 from ..config import InklingConfig
 from ..generation import generate
 from ..model import Inkling
+from .trace import VERSION, Trace
 
 PREFILL_TOKENS, DECODE_TOKENS = 1024, 128
 
@@ -58,6 +60,37 @@ def their_forward(model: Inkling, ids: torch.Tensor) -> Callable[[], object] | N
     return forward
 
 
+def comparison(tokens: int = 470) -> tuple[float, float, float, float]:
+    """Two traces with Small's shapes, of 0.43 MB a token, compared in a process of its own.
+
+    Returns: MB of both files; seconds; the most MB of memory after importing, and in the end.
+    """
+    rows = {"attention.q": (48, 128), "attention.gated": (48, 128), "attention.out": (4608,), "conv_attn": (4608,)}
+    rows |= {"after_attention": (4608,), "conv_mlp": (4608,), "out": (4608,)}
+    generator = torch.Generator().manual_seed(0)
+    right = {name: torch.randn(1, tokens, *shape, generator=generator) for name, shape in rows.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder) / f"{side}.safetensors" for side in "ab"]
+        for path, factor in zip(files, (1.0, 1.001), strict=True):
+            tensors = {f"layer.{i}.{name}": (factor * x).bfloat16() for name, x in right.items() for i in range(6)}
+            Trace(tensors, {"version": VERSION, "dtype": "bfloat16"}).save(path)
+        size = sum(path.stat().st_size for path in files) / 1e6
+        command = [sys.executable, "-c", _COMPARED, *map(str, files)]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return size, *map(float, done.stdout.split())
+
+
+# Not by `resource`: its maximum counts what the process that started this one had.
+_COMPARED = """
+import re, sys, time
+from inkling_ref.measure.compare import compare
+memory = lambda: int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) / 1e3
+start, before = time.perf_counter(), memory()
+assert len(compare(*sys.argv[1:]).rows) == 42
+print(time.perf_counter() - start, before, memory())
+"""
+
+
 @torch.inference_mode()
 def main(folder: str | Path = NANO) -> None:
     """Measure and print, one line a number."""
@@ -86,6 +119,12 @@ def main(folder: str | Path = NANO) -> None:
     command += ["--checkpoint", str(folder), "--max-new-tokens", "16"]
     (answer,) = seconds(lambda: subprocess.run(command, check=True, capture_output=True), repeats=3)
     print(f"ask, from the start of its process: {answer:.2f} s")
+
+    if sys.platform == "linux":  # which tells a process its memory
+        size, time_taken, before, memory = comparison()
+        print(
+            f"compare, two traces, {size:.0f} MB: {time_taken:.1f} s, {memory:.0f} MB of memory ({before:.0f} before)"
+        )
 
 
 if __name__ == "__main__":
