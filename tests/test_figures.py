@@ -1,7 +1,9 @@
-"""The drawings of figures/: every script runs, and leaves whole files, those that are committed."""
+"""The drawings of figures/: every script runs, and leaves whole files, those that are committed; and key figures."""
 
+import ast
 import importlib.metadata
 import importlib.util
+import json
 import shutil
 import subprocess
 import sys
@@ -11,6 +13,8 @@ import pytest
 
 FIGURES = Path(__file__).parents[1] / "figures"
 SCRIPTS = sorted(script.stem for script in FIGURES.glob("make_*.py"))
+
+NOTEBOOKS = sorted(FIGURES.parent.glob("notebooks/*.ipynb"))
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs the notebooks extra")
 
@@ -45,3 +49,18 @@ def test_script_draws_both_files(script, tmp_path):
 def test_committed_figures_are_there(script):
     for suffix in (".svg", ".png"):
         assert (FIGURES / script.removeprefix("make_")).with_suffix(suffix).stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_key_figures_are_committed(notebook):
+    """What a notebook names in `nb.show(figure, alt, name)`; nothing but `make figures` writes these."""
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    shown = [c for c in ast.walk(ast.parse(code)) if isinstance(c, ast.Call) and ast.unparse(c.func) == "nb.show"]
+    named = [k.value for call in shown for k in call.keywords if k.arg == "name"] + [
+        c.args[2] for c in shown if c.args[2:]
+    ]
+    assert named
+    for name in named:
+        for suffix in (".svg", ".png"):
+            assert (FIGURES / name.value).with_suffix(suffix).stat().st_size > 5_000
