@@ -1,6 +1,7 @@
 """Exercises of 07_model: a check for each, and a worked solution."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -8,28 +9,42 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from inkling_ref import notebook as nb
-from inkling_ref.config import InklingConfig, TextConfig
+from inkling_ref.config import FULL, SLIDING, InklingConfig, TextConfig
 from inkling_ref.measure import cost
 
-# ---------------------------------------------------------------- 1: sources of a mixture
+# ---------------------------------------------------------------- 1: where full layers overtake
 
 
 def check_1(candidate: Callable) -> None:
-    """candidate(i, block) -> (sources at the attention, sources at the MoE) of layer i."""
-    for config in (InklingConfig.tiny(), InklingConfig.nano(), InklingConfig.small()):
-        text = config.text
-        block = text.n_layers_per_attn_res_block
-        for i in range(text.num_hidden_layers):
-            found, wanted = tuple(candidate(i, block)), cost.residual_sources(text, i)
-            assert found == wanted, f"layer {i}, blocks of {block}: expected {wanted}, got {found}"
+    """candidate(text) -> smallest S at which the full layers keep more bytes of keys and values than the sliding."""
+    for name in ("small", "nano", "tiny"):
+        config = getattr(InklingConfig, name)()
+        for every in (1, 2, 3, 4):
+            layers = config.text.num_hidden_layers
+            types = [FULL if i % every == every - 1 else SLIDING for i in range(layers)]
+            text = replace(config.text, layer_types=types)
+            found, case = candidate(text), f"{name}, {types.count(FULL)} of {layers} layers full"
+            assert isinstance(found, int), f"{case}: expected a number of tokens, got {found!r}"
+            for S, more in ((found - 1, False), (found, True)):
+                kept = cost.cache_bytes(replace(config, text=text), S)
+                full, sliding = kept["full layers"], kept["sliding layers"]
+                hint = "not yet more" if more else "more already"
+                assert (full > sliding) == more, f"{case}: at S = {S} they keep {full:,} bytes, {hint} than {sliding:,}"
 
 
-def solution_1(i: int, block: int) -> tuple[int, int]:
-    """Blocks closed before the layer, and the running sum. The attention of the layer that opens a block comes before
-    the closing, its MoE after. At layer 0 the embedding is the running sum, and there is nothing to mix.
+def solution_1(text: TextConfig) -> int:
+    """Both grow with S until the window is full; from then on only the full layers do. Where they have the wider keys
+    and values of the two they lead from the first token; otherwise S of theirs must exceed W - 1 of the sliding.
     """
-    closed_before, closed_after = -(-i // block), i // block + 1
-    return (closed_before + 1 if i else 0), closed_after + 1
+    full = sliding = 0
+    for i in range(text.num_hidden_layers):
+        a = text.attention(i)
+        width = a.num_key_value_heads * a.head_dim  # bytes but for a factor that both share
+        if a.window is None:
+            full += width
+        else:
+            sliding += width
+    return 1 if full > sliding else sliding * (text.sliding_window_size - 1) // full + 1
 
 
 # ---------------------------------------------------------------- 2: conversations in a given memory

@@ -1,27 +1,41 @@
 """Exercises of 00_tour: a check for each, and a worked solution."""
 
+import codecs
 import math
 from collections.abc import Callable
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from inkling_ref.vision import process_images
+from inkling_ref import notebook as nb
+from inkling_ref.chat import Tokenizer
 
 
 def check_1(candidate: Callable) -> None:
-    """candidate(width, height) -> tokens of a picture."""
-    for width, height in ((160, 120), (40, 40), (41, 40), (1, 79), (640, 403)):
-        _, grid = process_images([np.zeros((height, width, 3), np.uint8)])
-        wanted, found = int(grid.prod()), candidate(width, height)
-        assert found == wanted, f"{width} x {height} pixels are {wanted} tiles, got {found}"
+    """candidate(tokenizer, text) -> list of the pieces of text that its tokens print."""
+    tokenizer = nb.nano()[1]
+    for text in ("Anna gives the key to Tom.", "The cafés are near.", "日本 is a place 🙂"):
+        found, characters = list(candidate(tokenizer, text)), codecs.getincrementaldecoder("utf-8")()
+        assert "\ufffd" not in "".join(found), f"{found}: a part of a character was printed, before the rest had come"
+        assert "".join(found) == text, f"joined, the pieces must give {text!r} again, got {''.join(found)!r}"
+        wanted = [characters.decode(tokenizer.token_bytes(token)) for token in tokenizer.encode(text)]
+        wanted = [piece for piece in wanted if piece]
+        assert found == wanted, f"expected {wanted}, got {found}"
 
 
-def solution_1(width: int, height: int) -> int:
-    """A tile that is filled only in part is a token all the same: round both sides up, then multiply."""
-    return math.ceil(width / 40) * math.ceil(height / 40)
+def solution_1(tokenizer: Tokenizer, text: str) -> list[str]:
+    """Tokens are bytes, and a rare character has more of them than a token holds. What does not decode yet is held
+    back (`decode` writes U+FFFD for it) until the next token completes it.
+    """
+    pieces, held = [], []
+    for token in tokenizer.encode(text):
+        held.append(token)
+        piece = tokenizer.decode(held)
+        if "\ufffd" not in piece:
+            pieces.append(piece)
+            held = []
+    return pieces
 
 
 def check_2(candidate: Callable) -> None:
