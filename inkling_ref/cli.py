@@ -312,34 +312,42 @@ def bench(
 
     if examples < 1:
         raise InputError(f"--examples is {examples}, expected at least 1")
+    if find_layout and (same_text or tasks or temperature):
+        raise InputError(
+            "--find-layout has questions of its own, expected it without --same-text, --tasks, --temperature"
+        )
+    if same_text and temperature:
+        raise InputError("--same-text compares greedy answers, expected it without --temperature")
     with _importing():
         from . import checkpoint as checkpoints
         from .draft_files import load_drafter
         from .measure import drafting
+        from .sampling import check_sampling
         from .speculative import Drafting, measure_seconds
+
+    for warmth in temperature or ():
+        check_sampling(warmth, None, None)
 
     model = checkpoints.load(checkpoint, device=device, dtype=_dtype(device))
     drafter = load_drafter(checkpoint, model)
     for line in f"drafter: {drafter.config.kind}".splitlines():
         _note(line)
-    console = Console(width=110)
     if find_layout:
         _note("every combination of the open choices is tried: this takes a while")
         table = Table(*drafting.OPEN, "first draft", "others", box=None)
         for choices, first, others in drafting.find_layout(checkpoint, model):
             table.add_row(*map(str, choices.values()), f"{first:.3f}", f"{others:.3f}")
-        console.print(table)
+        Console(width=110).print(table)
         return
     if same_text:
-        table = Table("task", "answers", "tokens", "tokens a pass", "different", box=None)
-        failed = False
-        for task, same in drafting.same_answers(
-            checkpoint, model, drafter, _names(tasks) if tasks else drafting.all_tasks(), examples
-        ):
+        failed, names = False, _names(tasks) if tasks else drafting.all_tasks()
+        drafting.check_tasks(names)  # before the heading
+        row = "{:14} {:>7} {:>7} {:>13}  {}".format
+        print(row("task", "answers", "tokens", "tokens a pass", "different"), flush=True)
+        for task, same in drafting.same_answers(checkpoint, model, drafter, names, examples):
             failed |= bool(same.different)
             different = ", ".join(map(str, same.different[:5])) or "none"
-            table.add_row(task, str(same.answers), str(same.tokens), f"{same.tokens_per_pass:.2f}", different)
-        console.print(table)
+            print(row(task, same.answers, same.tokens, f"{same.tokens_per_pass:.2f}", different), flush=True)
         raise typer.Exit(failed)
     names = _names(tasks) if tasks else drafting.TASKS
     drafting.check_tasks(names)  # before the heading
@@ -351,7 +359,8 @@ def bench(
             how = Drafting(drafter, greedy=greedy)
             for task, r in drafting.by_task(checkpoint, model, how, names, examples, warmth):
                 numbers = (f"{warmth:g}", "greedy" if greedy else "drawn", f"{r.tokens_per_pass:.2f}")
-                speeds = (f"{r.tokens_per_second:.0f}", f"{r.without:.0f}", f"{r.tokens_per_second / r.without:.2f}")
+                ratio = f"{r.tokens_per_second / r.without:.2f}" if r.without else "-"  # answers of one token: no time
+                speeds = (f"{r.tokens_per_second:.0f}", f"{r.without:.0f}", ratio)
                 print(row(task, *numbers, *speeds, _percents(r.acceptance)), flush=True)
     seconds = measure_seconds(model, drafter, drafting.some_ids(model))
     cost = " ".join(f"{1000 * s:.3g}" for s in seconds)

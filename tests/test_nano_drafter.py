@@ -6,7 +6,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from inkling_ref import Tokenizer, load, load_drafter
+from inkling_ref import InputError, Tokenizer, load, load_drafter
 from inkling_ref.chat import END_SAMPLING
 from inkling_ref.cli import app
 from inkling_ref.measure import drafting
@@ -80,3 +80,9 @@ def test_command(monkeypatch):
     assert [line.split()[0] for line in result.stdout.splitlines()] == ["task", "talk", "count"]
     monkeypatch.setattr(drafting, "same_answers", lambda *a: [("talk", drafting.Same(3, 9, 1.0, [2]))])
     assert CliRunner().invoke(app, options).exit_code == 1
+
+
+@pytest.mark.parametrize("options", ["--find-layout --tasks talk", "--same-text --temperature 1", "--temperature -1"])
+def test_options_that_would_do_nothing_are_refused(options):
+    with pytest.raises(InputError, match=options.split()[0].strip("-") + ".*expected"):
+        CliRunner().invoke(app, ["bench", "dspark", *options.split()], catch_exceptions=False)
