@@ -109,6 +109,8 @@ class Drafting:
             check_count("num_tokens", self.num_tokens, 1)
             if self.num_tokens > self.drafter.num_draft_tokens:
                 raise InputError(f"num_tokens is {self.num_tokens}, the drafter has {self.drafter.num_draft_tokens}")
+        if self.schedule is not None and not callable(self.schedule):
+            raise InputError(f"schedule is {self.schedule!r}, expected a function of the confidences")
         if self.schedule is not None and getattr(self.drafter, "confidence_head", True) is None:
             raise InputError("schedule: this drafter has no confidence head (its config's enable_confidence_head)")
 
@@ -237,9 +239,11 @@ class Speculation:
         running = [row for row, limit in enumerate(limits) if limit]
         if self.drafting.schedule is None:
             return tokens, q, limits
-        scheduled = self.drafting.schedule(confidence[running]).tolist()
+        scheduled = torch.as_tensor(self.drafting.schedule(confidence[running]))
+        if scheduled.shape != (len(running),) or scheduled.is_floating_point() or (scheduled < 0).any():
+            raise InputError(f"schedule: gave {scheduled!r:.80}, expected {len(running)} counts >= 0, one a row")
         widths = [0] * len(limits)
-        for row, width in zip(running, scheduled, strict=True):
+        for row, width in zip(running, scheduled.tolist(), strict=True):
             widths[row] = min(width, limits[row])
         return tokens, q, widths
 

@@ -663,6 +663,18 @@ def test_case_57_confidence_without_markov_features(dtype):
         Drafting(make(model, enable_confidence_head=False), schedule=Threshold(0.5))
 
 
+@pytest.mark.parametrize("gives", [[0.5, 1.0], [1, -1], [1], 2, [[1, 1]]], ids=str)
+def test_a_schedule_that_gives_no_counts(model, gives):
+    drafting = Drafting(make(model), schedule=lambda confidence: torch.tensor(gives))
+    with pytest.raises(InputError, match=r"schedule: gave tensor.*expected 2 counts >= 0"):
+        generate(model, random_ids(2, 5), 6, drafter=drafting)
+
+
+def test_a_schedule_that_is_no_function(model):
+    with unchecked(), pytest.raises(InputError, match="schedule is 5, expected a function"):
+        Drafting(make(model), schedule=5)
+
+
 def test_measured_costs(model):
     for R in (1, 3):
         seconds = measure_seconds(model, make(model), random_ids(R, 9), repeats=2)
