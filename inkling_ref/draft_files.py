@@ -7,7 +7,6 @@ level, in any of the spellings below. What is left open can be given to `load_dr
 accepts.
 """
 
-import os
 import re
 import warnings
 from dataclasses import asdict, fields
@@ -23,7 +22,7 @@ from .draft_config import DSparkConfig
 from .dspark import Drafter
 from .errors import InputError
 from .model import Inkling
-from .tensor_files import WEIGHTS, CheckpointReader, Layout, Part, read_json, write_file
+from .tensor_files import WEIGHTS, CheckpointReader, Layout, Part, read_json, whole_file, write_file
 
 FILE, SECTION = "mtp.safetensors", "mtp_config"
 _SECTIONS = (SECTION, "dspark_config", "dflash_config")
@@ -238,13 +237,8 @@ def save_drafter(
         Part({name: Layout(dtype or p.dtype, tuple(p.shape))}, lambda name=name, p=p: {name: p.to(dtype or p.dtype)})
         for name, p in drafter.state_dict().items()
     ]
-    partial = [folder / f".{name}.partial-{os.getpid()}" for name in (FILE, path.name)]
-    try:
-        for _ in write_file(partial[0], parts, metadata or {}):
+    # Both are written before either is in place; the inner one is moved first.
+    with whole_file(path) as sizes, whole_file(folder / FILE) as tensors:
+        for _ in write_file(tensors, parts, metadata or {}):
             pass
-        partial[1].write_text(dumps(config, indent=2) + "\n", encoding="utf-8")
-        os.replace(partial[0], folder / FILE)
-        os.replace(partial[1], path)
-    finally:
-        for file in partial:
-            file.unlink(missing_ok=True)
+        sizes.write_text(dumps(config, indent=2) + "\n", encoding="utf-8")

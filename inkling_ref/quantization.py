@@ -221,7 +221,8 @@ def check_stored(quantisation: str, tensors: dict[str, Tensor], name: str = "wei
         tensor = tensors[suffix]
         if tensor.dtype != dtype or tuple(tensor.shape) != shape:
             raise InputError(
-                f"{name}{suffix}: {_text(tensor.dtype)} {list(tensor.shape)}, expected {_text(dtype)} {list(shape)}"
+                f"{name}{suffix}: {dtype_name(tensor.dtype)} {list(tensor.shape)}, "
+                f"expected {dtype_name(dtype)} {list(shape)}"
             )
     if quantisation == NVFP4:
         # A sign bit in a scale would be a second sign of the block: no quantiser writes it, so it marks damaged bytes.
@@ -382,7 +383,7 @@ def _check_columns(quantisation: str, x: Tensor) -> None:
 def _check_weight(quantisation: str, w: Tensor, name: str, limit: float) -> None:
     stored_layout(quantisation, tuple(w.shape), name)
     if not w.is_floating_point() or w.dtype.itemsize < 2:
-        raise InputError(f"{name}: {_text(w.dtype)}, expected a floating-point weight of at least 16 bits")
+        raise InputError(f"{name}: {dtype_name(w.dtype)}, expected a floating-point weight of at least 16 bits")
     for expert, rows in enumerate(w):
         # Comparing this way round is false for NaN as well.
         if not (largest := rows.abs().amax().item()) <= limit:
@@ -395,5 +396,6 @@ def _chunks(w: Tensor) -> Iterator[slice]:
     return (slice(start, start + step) for start in range(0, E, step))
 
 
-def _text(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """bfloat16 for torch.bfloat16, in messages and manifests."""
     return str(dtype).removeprefix("torch.")

@@ -36,6 +36,7 @@ from torch import Tensor
 
 from ..checkpoint import load
 from ..errors import InputError
+from ..quantization import dtype_name
 from ..tensor_files import CheckpointReader, Layout
 from .differences import difference, differing_sets, first_bad, looks_like, systematic
 from .replay import replay
@@ -279,7 +280,7 @@ def _coarser(a: Recorded, b: Recorded) -> str:
     """Of the manifests' dtypes; where one has none, of its coarsest tensor."""
     found = []
     for side in (a, b):
-        kinds = {str(side.layout(name).dtype).removeprefix("torch.") for name in side.names}
+        kinds = {dtype_name(side.layout(name).dtype) for name in side.names}
         stated = side.manifest.get("dtype")
         found += [stated] if stated else [kind for kind in kinds if kind in _KINDS_OF_FLOAT]
     return max(
@@ -401,7 +402,7 @@ class _Walk:
         inputs = {n: float(e.max()) if e.numel() else 0.0 for n in names if (e := self.errors.get(n)) is not None}
         same_dtype = self.a.manifest.get("dtype") == self.b.manifest.get("dtype", self.a.manifest.get("dtype"))
         note = (
-            f"{_short(lb.dtype)} here, {_short(la.dtype)} in the reference"
+            f"{dtype_name(lb.dtype)} here, {dtype_name(la.dtype)} in the reference"
             if same_dtype and la.dtype != lb.dtype
             else ""
         )
@@ -484,7 +485,3 @@ class _Walk:
         a, b = self.a.read(row.name), self.b.read(row.name)
         own = self.replayed(row.name)
         return looks_like(a if own is None else own, b, row.section.shape.split(), row.allowed)
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .. import attention, moe, residual, short_conv
+from ..tensor_files import whole_file
 
 L2_BYTES = 60e6
 REPLAYS = 9
@@ -384,9 +385,8 @@ def main() -> None:
                 print("\n".join(lines[-12:]), flush=True)
         print(f"{name}: {time.monotonic() - began:.0f} s {trouble}", flush=True)
         if arguments.json:
-            unfinished = arguments.json.with_suffix(".part")
-            unfinished.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-            unfinished.replace(arguments.json)
+            with whole_file(arguments.json) as partial:
+                partial.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print_table(report)
 
 

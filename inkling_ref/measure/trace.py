@@ -39,6 +39,7 @@ from ..config import InklingConfig
 from ..errors import InputError
 from ..generation import read_rows
 from ..moe import ExpertMatrix
+from ..quantization import dtype_name
 from ..tensor_files import CheckpointReader, Layout, Part, whole_file, write_file
 from .sections import SECTIONS, name_of
 
@@ -650,7 +651,7 @@ def trace(
         model.config,
         image_grid_thw,
         implementation="inkling_ref",
-        dtype=str(model.dtype).removeprefix("torch."),
+        dtype=dtype_name(model.dtype),
         device=device.type,
         backend=model.kernel_report(),
     )

@@ -51,6 +51,7 @@ from ..errors import InputError
 from ..model import Inkling, TextModel
 from ..quantization import NVFP4, fake_mxfp8_weight, fake_nvfp4_weight
 from ..residual import rms_norm
+from ..tensor_files import whole_file
 from ..vision import LEVEL_CENTRE, LEVEL_SCALE, PAD_LEVEL
 from . import rows
 from .muon import Muon
@@ -501,7 +502,8 @@ def main(
         shutil.copy(SHIPPED / "tokenizer.json", folder)
     where = torch.cuda.get_device_name() if on_gpu else "CPU"
     record: dict[str, Any] = {"seed": seed, "minutes": minutes, "device": where, "history": history}
-    (out / "training.json").write_text(json.dumps(record) + "\n")
+    with whole_file(out / "training.json") as partial:
+        partial.write_text(json.dumps(record) + "\n")
     log(f"written to {out} after {monotonic() - began:.0f} s")
     return history
 

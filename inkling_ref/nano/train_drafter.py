@@ -48,6 +48,7 @@ from ..generation import generate
 from ..model import Inkling
 from ..sampling import check_count
 from ..speculative import Drafting
+from ..tensor_files import whole_file
 from . import rows
 from .rows import ANSWER, Row
 from .tasks import TASKS
@@ -433,7 +434,8 @@ def main(
         report["heads"][head] = {"steps": history[-1]["step"], "tokens a pass": tokens, "history": history}
         if drafter is first:
             save_drafter(drafter, target, torch.bfloat16, {"training": "see drafter.json"})
-        (target / "drafter.json").write_text(json.dumps(report) + "\n")
+        with whole_file(target / "drafter.json") as partial:
+            partial.write_text(json.dumps(report) + "\n")
     return first
 
 

@@ -52,6 +52,7 @@ from torch import Tensor
 
 from ...config import InklingConfig
 from ...errors import InputError
+from ...quantization import dtype_name
 from ...tensor_files import CheckpointReader, read_json
 from ..sections import name_of, parse
 from ..trace import VERSION, Trace, read_manifest
@@ -111,7 +112,7 @@ def read(
 def _dtype(tensors: dict[str, Tensor]) -> str:
     """The narrowest float that was dumped: that of the stream."""
     floats = [t.dtype for t in tensors.values() if t.is_floating_point()] or [torch.float32]
-    return str(min(floats, key=lambda dtype: dtype.itemsize)).removeprefix("torch.")
+    return dtype_name(min(floats, key=lambda dtype: dtype.itemsize))
 
 
 def sizes(config: InklingConfig, layer: int | None, vision: bool) -> dict[str, int]:

@@ -27,6 +27,7 @@ from torch.nn import functional as F
 
 from ...config import InklingConfig
 from ...errors import InputError
+from ...quantization import dtype_name
 from ..trace import Recording, Run, Trace
 
 
@@ -89,7 +90,7 @@ def trace(
         config,
         image_grid_thw,
         implementation=f"transformers {version}",
-        dtype=str(model.dtype).removeprefix("torch."),
+        dtype=dtype_name(model.dtype),
         device=device.type,
         backend={"attention": model.config._attn_implementation, "experts": model.config._experts_implementation},
         versions={"transformers": version},
