@@ -22,7 +22,7 @@ run: $(VENV)/installed  ## answer QUESTION about IMAGE with the shipped nano che
 test: $(VENV)/installed-test  ## every test, with every shape annotation checked; then every notebook
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --jaxtyping-packages=inkling_ref,beartype.beartype
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope -p no:python \
-		--nbval-lax --nbval-current-env --nbval-cell-timeout=300 notebooks
+		--nbval-lax --nbval-current-env --nbval-cell-timeout=120 notebooks
 
 test-browser: $(VENV)/installed-test  ## JupyterLab in a real browser (chromium): run notebooks, move their sliders
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/browser.py
