@@ -10,7 +10,7 @@ WORKERS ?= 2
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help run test test-browser lint lab notebooks figures bench clean
+.PHONY: help run test test-browser test-gpu lint lab notebooks figures bench clean
 .DEFAULT_GOAL := help
 
 help:     ## list these targets
@@ -26,6 +26,10 @@ test: $(VENV)/installed-test  ## every test, with every shape annotation checked
 
 test-browser: $(VENV)/installed-test  ## JupyterLab in a real browser (chromium): run notebooks, move their sliders
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/browser.py
+
+test-gpu: $(VENV)/installed-test  ## on an NVIDIA GPU: every kernel and whole models on them, bfloat16 too
+	@$(BIN)/python -c 'import torch; torch.cuda.is_available() or exit("test-gpu: torch sees no GPU here, expected one")'
+	$(BIN)/python -m pytest -n 12 tests/test_kernels_*.py
 
 lint: $(VENV)/installed-test  ## ruff: rules and format; notebooks: normal form, sizes, outputs
 	$(BIN)/ruff check .

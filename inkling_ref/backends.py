@@ -35,12 +35,18 @@ def get_backend(backend: "str | Backend") -> Backend:
     """A backend by name, or the given one.
 
     Raises:
-        InputError: for a name that is unknown or not built yet.
+        InputError: for an unknown name, and for "triton" without Triton or without a device that runs it.
     """
     if isinstance(backend, Backend):
         return backend
     if backend == "torch":
         return Backend()
-    if backend == "triton":
-        raise InputError("backend 'triton': the kernels are not part of this version, expected 'torch'")
-    raise InputError(f"backend {backend!r}: expected 'torch'")
+    if backend != "triton":
+        raise InputError(f"backend {backend!r}: expected 'torch' or 'triton'")
+    try:
+        from .kernels.backend import triton_backend
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        raise InputError("backend 'triton': Triton is not installed, expected `pip install triton`") from None
+    return triton_backend()

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -48,6 +49,13 @@ def random_ids(*shape: int, seed: int = 0, below: int = IMAGE) -> Tensor:
 def logits(model: Inkling, ids: Tensor, **kwargs) -> Tensor:
     with torch.inference_mode():
         return model(ids, **kwargs).logits
+
+
+def hide_triton(monkeypatch) -> None:
+    """Until the test ends, Triton is not installed and no kernel imported."""
+    for name in [name for name in sys.modules if name.startswith("inkling_ref.kernels")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "triton", None)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import random_model
+from helpers import hide_triton, random_model
 from PIL import Image
 from tiny_tokenizer import raw_tokenizer
 
@@ -209,7 +209,6 @@ WRONG = {
     "effort name": (["--effort", "lots"], "effort is 'lots'"),
     "device": (["--device", "tpu"], "'tpu'"),
     "backend": (["--backend", "jax"], "'jax'"),
-    "triton": (["--backend", "triton"], "backend 'triton'"),
     "option": (["--colour", "red"], "--colour"),
     "number": (["--seed", "x"], "'--seed'"),
 }
@@ -222,6 +221,20 @@ def test_a_wrong_argument_of_ask_is_one_line(capsys, folder, arguments, message)
     assert message in err
     assert err.startswith("error: ")
     assert err.count("\n") == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there Triton does not interpret, and the CPU has no kernels")
+def test_the_kernels_answer_alike(capsys, folder):
+    pytest.importorskip("triton", reason="the kernels need Triton")
+    arguments = ["ask", "hello", "--checkpoint", folder, "--max-new-tokens", 2, "--effort", "none"]
+    assert run(capsys, *arguments, "--backend", "triton")[:2] == run(capsys, *arguments)[:2]
+
+
+def test_without_triton(capsys, folder, monkeypatch):
+    hide_triton(monkeypatch)
+    status, out, err = run(capsys, "ask", "hello", "--checkpoint", folder, "--backend", "triton")
+    assert (status, out) == (2, "")
+    assert err == "error: backend 'triton': Triton is not installed, expected `pip install triton`\n"
 
 
 @pytest.mark.parametrize("question", ["", "  "], ids=repr)

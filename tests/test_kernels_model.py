@@ -1,47 +1,124 @@
-"""Whole models on the kernels' backend, and what the kernels refuse."""
+"""Whole models on the kernels' backend, and what backend and kernels refuse.
+
+In the interpreter a tiny model; on a GPU the shipped nano and two layers, one sliding and one full, of Small's width.
+"""
+
+from pathlib import Path
 
 import pytest
 import torch
 from helpers import random_ids, random_model, relative_rms
-from kernel_contract import DEVICE, DTYPES, needs_device, poisoned_outputs  # noqa: F401 (a fixture)
+from kernel_contract import DEVICE, DTYPES, INTERPRETED, needs_device, poisoned_outputs  # noqa: F401 (a fixture)
+from test_dspark import PROMPTS, Scripted, make
 
+import inkling_ref as ir
+from inkling_ref.backends import get_backend
+from inkling_ref.cli import NANO
+from inkling_ref.config import FULL, SLIDING, InklingConfig, TextConfig
 from inkling_ref.errors import InputError
+from inkling_ref.kernels import backend as kernel_backend
 from inkling_ref.kernels import moe as moe_kernel
-from inkling_ref.kernels.backend import triton_backend
+from inkling_ref.measure.make_golden import randomize
+from inkling_ref.model import Inkling
 
 pytestmark = needs_device
+needs_gpu = pytest.mark.skipif(INTERPRETED, reason="takes too long in the interpreter")
+
+
+def passes(model, length, documents=False):
+    """Logits of a prefill of two unequal rows, of a decoded token, of four to be verified; of packed documents."""
+    below = model.config.text.unpadded_vocab_size - 1  # nano's last is its image token
+    ids, mask = random_ids(2, length, below=below), torch.ones(2, length, dtype=torch.bool)
+    mask[1, length * 2 // 3 :] = False
+    cache = model.new_cache(2)
+    with torch.inference_mode():
+        out = [model(ids.to(DEVICE), cache=cache, attention_mask=mask.to(DEVICE)).logits]
+        for T in (1, 4):
+            out.append(model(random_ids(2, T, seed=T, below=below).to(DEVICE), cache=cache).logits)
+        if documents:
+            numbers = (torch.arange(length) >= 4).long()[None]
+            out.append(model(ids[:1].to(DEVICE), document_ids=numbers.to(DEVICE)).logits)
+    return torch.cat([logits.flatten() for logits in out])
+
+
+def check(exact, eager, actual, *arguments):
+    """The error of `actual`, a model on the kernels, is at most 1.5 times that of `eager`, and both compute alike."""
+    exact, eager, actual = (passes(model, *arguments) for model in (exact, eager, actual))
+    assert relative_rms(actual, exact) <= 1.5 * relative_rms(eager, exact)
 
 
 # --- The whole model -------------------------------------------------------------------------------------------------
 
 
-def model_logits(backend, dtype):
-    """Prefill of two unequal rows, decoding, verification of four drafts, packed documents."""
-    model = random_model(dtype=dtype, backend=backend).to(DEVICE)
-    ids, mask = random_ids(2, 9).to(DEVICE), torch.ones(2, 9, dtype=torch.bool, device=DEVICE)
-    mask[1, 6:] = False
-    cache = model.new_cache(2)
-    out = [model(ids, cache=cache, attention_mask=mask).logits]
-    for T in (1, 4):
-        out.append(model(random_ids(2, T, seed=T).to(DEVICE), cache=cache).logits)
-    documents = torch.tensor([[0] * 4 + [1] * 5], device=DEVICE)
-    out.append(model(ids[:1], document_ids=documents).logits)
-    return torch.cat([logits.flatten() for logits in out])
+def test_tiny_model():
+    models = [(torch.float64, "torch"), (DTYPES[-1], "torch"), (DTYPES[-1], "triton")]
+    check(*(random_model(dtype=dtype, backend=backend).to(DEVICE) for dtype, backend in models), 9, True)
 
 
-def test_model():
-    dtype = DTYPES[-1]
-    with torch.inference_mode():
-        exact = model_logits("torch", torch.float64)
-        eager = model_logits("torch", dtype)
-        actual = model_logits(triton_backend(), dtype)
-    assert relative_rms(actual, exact) <= 1.5 * relative_rms(eager, exact)
+def test_greedy_text_with_a_drafter():
+    """Rounds that verify four drafts and accept all, none or some of them."""
+    prompts = PROMPTS[:2]
+    model = random_model(backend="triton").to(DEVICE)
+    drafter = make(model, Scripted).to(DEVICE)
+    expected = ir.generate(random_model(), prompts, 9).tokens
+    drafter.texts, drafter.script = [a + b for a, b in zip(prompts, expected, strict=True)], (4, 0, 2)
+    result = ir.generate(model, prompts, 9, drafter=drafter)
+    assert result.tokens == expected
+    assert result.stats.drafting.row_rounds < 16
+
+
+@needs_gpu
+def test_nano():
+    models = [(torch.float64, "torch"), (torch.bfloat16, "torch"), (torch.bfloat16, "triton")]
+    check(*(ir.load(NANO, device="cuda", dtype=dtype, backend=name) for dtype, name in models), 211, True)
+
+
+@needs_gpu
+@pytest.mark.parametrize("drafts", [False, True], ids=["plain", "drafted"])
+def test_nano_answers_about_a_picture(drafts):
+    model = ir.load(NANO, device="cuda", dtype=torch.bfloat16, backend="triton")
+    tokenizer = ir.Tokenizer.from_pretrained(NANO)
+    picture = str(Path(__file__).parents[1] / "examples/shapes.png")
+    content = [{"type": "image", "image": picture}, "Describe the picture."]
+    prompt = ir.render([{"role": "user", "content": content}], tokenizer)
+    images = {"pixel_values": prompt.pixel_values, "image_grid_thw": prompt.image_grid_thw}
+    drafter = ir.load_drafter(NANO, model) if drafts else None
+    tokens = ir.generate(model, [prompt.input_ids], eos_token_id=tokenizer.end_ids, drafter=drafter, **images).tokens[0]
+    assert ir.parse(tokens, tokenizer)[-1].text == "a red circle, a green triangle and a blue square"
+
+
+@needs_gpu
+def test_two_layers_of_full_width():
+    """Longer than window and extent; 12 experts are enough to choose eight from."""
+    text = TextConfig(
+        vocab_size=512, unpadded_vocab_size=499, num_hidden_layers=2, layer_types=[SLIDING, FULL],
+        n_routed_experts=12, log_scaling_n_floor=300, eos_token_id=None,
+    )  # fmt: skip
+    config = InklingConfig(text, vision=None)
+    with torch.device("meta"):
+        eager, exact, actual = (Inkling(config, name).eval() for name in ("torch", "torch", "triton"))
+    eager.cast(torch.bfloat16).to_empty(device="cuda")
+    randomize(eager)
+    weights = eager.state_dict()
+    actual.load_state_dict(weights, assign=True)
+    exact.load_state_dict({name: weight.double() for name, weight in weights.items()}, assign=True)
+    check(exact, eager, actual, 1301)
+
+
+# --- The backend -----------------------------------------------------------------------------------------------------
 
 
 def test_backend_reports_what_stays_in_torch():
-    report = triton_backend().report()
+    report = get_backend("triton").report()
     assert report.pop("experts") == "inkling_ref.moe.experts"
     assert all(place.startswith("inkling_ref.kernels.") for place in report.values())
+
+
+def test_backend_needs_a_device(monkeypatch):
+    monkeypatch.setattr(kernel_backend, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(InputError, match=r"^backend 'triton': torch sees no GPU here, expected one, or TRITON_INTERPR"):
+        get_backend("triton")
 
 
 # --- What is refused -------------------------------------------------------------------------------------------------
@@ -57,4 +134,10 @@ def test_refuses_gradients():
     with pytest.raises(InputError, match="no backward pass"):
         moe_kernel.softcapped_swiglu(x, 4.0, 25.0)
     with torch.inference_mode():
+        moe_kernel.softcapped_swiglu(x, 4.0, 25.0)
+
+
+def test_refuses_a_tensor_elsewhere():
+    x = torch.zeros(2, 4, device="meta")
+    with pytest.raises(InputError, match=rf"a tensor on 'meta', expected '{DEVICE}'"):
         moe_kernel.softcapped_swiglu(x, 4.0, 25.0)

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from helpers import IMAGE, NoNarrowFloat, Spy, logits, random_ids, random_model, relative_rms, unchecked
+from helpers import IMAGE, NoNarrowFloat, Spy, hide_triton, logits, random_ids, random_model, relative_rms, unchecked
 
 from inkling_ref import residual
 from inkling_ref.backends import Backend
@@ -353,10 +353,12 @@ def test_kernel_report_names_every_operation():
     }
 
 
-def test_unknown_and_missing_backends_are_refused():
-    with pytest.raises(InputError, match="triton"):
+def test_unknown_and_missing_backends_are_refused(monkeypatch):
+    hide_triton(monkeypatch)
+    message = r"^backend 'triton': Triton is not installed, expected `pip install triton`$"
+    with pytest.raises(InputError, match=message):
         Inkling(InklingConfig.tiny(), backend="triton")
-    with pytest.raises(InputError, match="cudnn"):
+    with pytest.raises(InputError, match=r"^backend 'cudnn': expected 'torch' or 'triton'$"):
         Inkling(InklingConfig.tiny(), backend="cudnn")
 
 
