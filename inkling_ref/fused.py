@@ -1,0 +1,189 @@
+"""Several reference operations as one: what a kernel may fuse. Each function is a composition of the components' own.
+
+They have the kernels' signatures: caches and states have fixed addresses and are written in place, lengths are tensors
+on the device, so that a CUDA graph can replay a call.
+"""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn import functional as F
+
+from .attention import l2_clip, log_scale, scaled_l2_clip
+from .dspark import MarkovHead
+from .moe import softcap
+from .residual import rms, rounded, wide
+from .short_conv import dynamic_short_conv, short_conv
+
+
+def with_state(
+    x: Float[Tensor, "B T C"], past: int, state: Float[Tensor, "B N C"] | None, rejected: Int[Tensor, " B"] | None
+) -> Float[Tensor, "B S C"]:
+    """`x` after the `past` inputs before it; the state takes `x` in.
+
+    Args:
+        state: the last N >= past inputs before this call, zeros where there were none; updated in place.
+        rejected: for each row how many of the newest of them do not count (drafted tokens that were not kept);
+            at most N - past of them.
+    """
+    if state is None:
+        return F.pad(x, (0, 0, past, 0))
+    N = state.shape[1]
+    old = state
+    if rejected is not None:
+        index = torch.arange(N, device=x.device) - rejected[:, None]
+        old = state.take_along_dim(index.clamp(min=0)[..., None], dim=1).masked_fill((index < 0)[..., None], 0)
+    inputs = torch.cat([old, x], dim=1)
+    state.copy_(inputs[:, -N:])
+    return inputs[:, N - past :]
+
+
+def prepare_qkv(
+    q: Float[Tensor, "B T Hd"],
+    r: Float[Tensor, "B T HR"],
+    k: Float[Tensor, "B T Gd"],
+    v: Float[Tensor, "B T Gd"],
+    q_scale: Float[Tensor, "H d"],
+    r_scale: Float[Tensor, "H R"],
+    k_taps: Tensor,
+    v_taps: Tensor,
+    qk_threshold: float,
+    r_threshold: float,
+    eps: float,
+    keys: Float[Tensor, "P G S d"],
+    values: Float[Tensor, "P G S d"],
+    lengths: Int[Tensor, " B"] | None = None,
+    table: Int[Tensor, "B pages"] | None = None,
+    state: Float[Tensor, "B N 2Gd"] | None = None,
+    rejected: Int[Tensor, " B"] | None = None,
+    positions: Int[Tensor, "b T"] | None = None,
+    log_scaling: tuple[float, float] | None = None,
+    k_dynamic: Float[Tensor, "B T G K"] | None = None,
+    v_dynamic: Float[Tensor, "B T G K"] | None = None,
+    document_position: Int[Tensor, "B T"] | None = None,
+) -> tuple[Float[Tensor, "B T H d"], Float[Tensor, "B T H R"]]:
+    """From the projections to what attention reads: queries and relative states; keys and values go to their cache.
+
+    Args:
+        q, r, k, v: the projections W x of this call's tokens.
+        k_taps, v_taps: static taps [G d, 1, K], or with dynamic taps the static part [K, G d].
+        keys, values: written at the slots of this call: [B, G, S, d], or with a table pages [P, G, S, d] of S slots.
+        lengths: slot of token 0, for each row; None = 0.
+        table: for each row its pages, in order.
+        state, rejected: inputs of the convolutions before this call, keys then values: see `with_state`.
+        positions, log_scaling: absolute positions, (floor, alpha) of `log_scale`: full layers only.
+        k_dynamic, v_dynamic: dynamic taps W_dyn x: full layers only.
+        document_position: as in `short_conv`.
+    """
+    (B, T, _), G, d = q.shape, keys.shape[1], q_scale.shape[1]
+    q = scaled_l2_clip(q.unflatten(-1, q_scale.shape), q_scale, qk_threshold)
+    r = scaled_l2_clip(r.unflatten(-1, r_scale.shape), r_scale, r_threshold)
+    if log_scaling is not None:
+        q, r = (log_scale(u, positions, *log_scaling) for u in (q, r))
+    K = k_taps.shape[-1] if k_dynamic is None else len(k_taps)
+    kv = with_state(torch.cat([k, v], dim=-1), K - 1, state, rejected)
+    if k_dynamic is None:
+        kv = short_conv(kv, torch.cat([k_taps, v_taps]), document_position)
+    else:
+        dynamic, static = torch.cat([k_dynamic, v_dynamic], dim=2), torch.cat([k_taps, v_taps], dim=1)
+        kv = dynamic_short_conv(kv, dynamic, static, document_position)
+    k, v = kv.unflatten(-1, (2 * G, d)).chunk(2, dim=2)  # [B, T, G, d]
+    slots = torch.arange(T, device=q.device).expand(B, T)
+    if lengths is not None:
+        slots = slots + lengths[:, None]
+    if table is None:
+        rows = torch.arange(B, device=q.device)[:, None]
+    else:
+        rows, slots = table.gather(1, slots // keys.shape[2]), slots % keys.shape[2]
+    keys[rows, :, slots] = rounded(l2_clip(k, qk_threshold), keys.dtype)
+    values[rows, :, slots] = rounded(rms(v, eps), values.dtype)
+    return q, r
+
+
+def philox(
+    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Philox4x32-10 (Salmon et al., SC 2011): four random words from a counter of four and a key of two, all int64."""
+    mask = 0xFFFFFFFF
+    (a, b, c, d), (low, high) = counter, key
+    for _ in range(10):
+        x, y = a * 0xD2511F53, c * 0xCD9E8D57  # of 64 bits; that int64 reads the first as a sign does not matter
+        a, b, c, d = (y >> 32 & mask) ^ b ^ low, y & mask, (x >> 32 & mask) ^ d ^ high, x & mask
+        low, high = low + 0x9E3779B9 & mask, high + 0xBB67AE85 & mask
+    return a, b, c, d
+
+
+def uniform(V: int, seeds: Int[Tensor, " N"], positions: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
+    """Random numbers in (0, 1], float32, one for every token id: word id % 4 of counter (id // 4, position), key seed."""
+    mask = 0xFFFFFFFF
+    groups = torch.arange(-(-V // 4), device=seeds.device)
+    s, p = seeds[:, None], positions[:, None]
+    words = philox((groups, p & mask, p >> 32 & mask, torch.zeros_like(p)), (s & mask, s >> 32 & mask))
+    words = torch.stack(words, dim=-1).flatten(1)[:, :V]
+    return words.float() * 2.0**-32 + 2.0**-33
+
+
+def choose(
+    logits: Float[Tensor, "N V"],
+    temperature: float = 0.0,
+    seeds: Int[Tensor, " N"] | None = None,
+    positions: Int[Tensor, " N"] | None = None,
+) -> Int[Tensor, " N"]:
+    """One token a row: the first of the largest logits at temperature 0, else drawn from softmax(logits / temperature).
+
+    Gumbel's trick with the noise of `uniform`: argmax of logits / temperature - log(E), where E = -log(1 - u) are
+    exponential. (Of u itself float32 would resolve the wrong end: E is small where the largest score stands.)
+
+    Args:
+        seeds, positions: of each row, 64-bit; the same pair draws the same, whatever the batch.
+    """
+    if temperature == 0:
+        return logits.argmax(dim=-1)
+    u = uniform(logits.shape[1], seeds, positions).clamp(max=1 - 2.0**-24)
+    exponential = -torch.log1p(-u.to(logits.dtype))
+    return (logits * min(1 / temperature, 1e36) - exponential.log()).argmax(dim=-1)
+
+
+def sample_head(
+    hidden: Float[Tensor, "N D"],
+    weight: Float[Tensor, "V D"],
+    cap: float,
+    temperature: float = 0.0,
+    seeds: Int[Tensor, " N"] | None = None,
+    positions: Int[Tensor, " N"] | None = None,
+) -> Int[Tensor, " N"]:
+    """The token that follows each row: `choose` from the soft-capped logits. top_k and top_p need all logits: see
+    `sampling`.
+
+    Two deviations from `TextModel.logits` and an argmax. The products stay in `wide` precision, where 16 bits would
+    make many neighbours equal; and at temperature 0 the uncapped logits are compared: the cap is strictly monotone, so
+    only ties that its rounding makes (all of them at |z| > 9 cap in float32) are decided otherwise, by the larger z.
+
+    Args:
+        weight: the used rows of the unembedding.
+    """
+    z = F.linear(wide(hidden), wide(weight))
+    return choose(z if temperature == 0 else softcap(z, cap), temperature, seeds, positions)
+
+
+def draft_rnn(
+    head: MarkovHead,
+    h: Float[Tensor, "B n D"],
+    base: Float[Tensor, "B n V"],
+    anchors: Int[Tensor, " B"],
+    temperature: float = 0.0,
+    seeds: Int[Tensor, " B"] | None = None,
+    positions: Int[Tensor, "B n"] | None = None,
+) -> Int[Tensor, "B n"]:
+    """The sequential part of `Drafter.propose` with an rnn head: n tokens a row, each chosen knowing those before.
+
+    Args:
+        base: U over the used vocabulary.
+        temperature, seeds, positions: as in `choose`; positions of the drafted tokens.
+    """
+    tokens, s = [anchors], head.start(h[:, 0])
+    for k in range(h.shape[1]):
+        correction, s = head.step(h[:, k], tokens[-1], s, base.shape[-1])
+        logits = base[:, k] + correction
+        tokens.append(choose(logits, temperature, seeds, None if positions is None else positions[:, k]))
+    return torch.stack(tokens[1:], dim=1)

@@ -1,0 +1,278 @@
+r"""Everything between the projections and the attention of a layer, in one launch, with the write into the cache.
+
+$$ q = \mathrm{clip}_{c}(s_q \odot q') \, \tau, \qquad r = \mathrm{clip}_{c_r}(s_r \odot r') \, \tau, \qquad
+   k = \mathrm{clip}_{c}(\mathrm{Conv}(k')), \qquad v = \mathrm{RMS}(\mathrm{Conv}(v')) $$
+
+Nothing here reuses what it reads, so bytes are the limit of a long call, and one launch that of a short one. Programs
+have one warp and one of four roles: rows of queries, rows of relative states, and runs of tokens of some heads of keys
+or of values. A vector of d numbers lies across 16 lanes, 8 numbers (16 bytes) each: its norm takes four exchanges.
+"""
+
+# ruff: noqa: RUF005 (Triton joins tuples with +, and does not know *)
+
+import math
+from typing import NamedTuple, no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from ..errors import InputError
+from . import INTERPRETED, prepared, require
+
+
+class Tile(NamedTuple):
+    """How one call is cut: rows of queries a program, tokens and heads of a program of keys or values."""
+
+    rows: int
+    tokens: int
+    heads: int
+    warps: int = 1
+
+
+@triton.jit
+@no_type_check
+def _clipped(
+    x_ptr, scale_ptr, position_ptr, out_ptr, block, T, x_t, threshold, floor, alpha,
+    H: tl.constexpr, d: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, LOG: tl.constexpr,
+):  # fmt: skip
+    """Rows (t, h) of one batch row: scale, clip, and the factor of the position."""
+    n = block * ROWS + tl.arange(0, ROWS)
+    t, h = n // H, n % H
+    c = tl.arange(0, WIDTH)
+    live = (t < T)[:, None]
+    if d != WIDTH:
+        live = live & (c < d)[None, :]
+    place = (h * d)[:, None] + c[None, :]
+    u = tl.load(x_ptr + t.to(tl.int64)[:, None] * x_t + place, mask=live, other=0.0).to(tl.float32)
+    u *= tl.load(scale_ptr + place, mask=live, other=0.0).to(tl.float32)
+    factor = tl.minimum(threshold / (tl.sqrt(tl.sum(u * u, 1)) + 1e-6), 1.0)
+    if LOG:
+        position = tl.load(position_ptr + t, mask=t < T, other=0)
+        factor *= 1.0 + alpha * tl.log(tl.maximum((position + 1).to(tl.float32) / floor, 1.0))
+    out = out_ptr + t.to(tl.int64)[:, None] * (H * d) + place
+    tl.store(out, (u * factor[:, None]).to(out_ptr.dtype.element_ty), mask=live)
+
+
+@triton.jit
+@no_type_check
+def _convolved(
+    x_ptr, tap_ptr, dynamic_ptr, state_ptr, document_ptr, cache_ptr, table_ptr, part, start, T, slot0, rejected,
+    x_t, tap_c, tap_j, dynamic_t, state_n, cache_p, cache_g, cache_s, scale, limit,
+    G: tl.constexpr, d: tl.constexpr, K: tl.constexpr, N: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
+    WIDTH: tl.constexpr, VALUE: tl.constexpr, DYNAMIC: tl.constexpr, DOCUMENTS: tl.constexpr, ROLL: tl.constexpr,
+    PAGE: tl.constexpr,
+):  # fmt: skip
+    """A run of tokens of some heads of one batch row: convolution, clip or RMS, cache, and the state's next inputs."""
+    head = tl.arange(0, HEADS)[:, None]
+    g, e = part * HEADS + head, tl.arange(0, WIDTH)[None, :]
+    c = g * d + e
+    inside = tl.full([HEADS, WIDTH], True, tl.int1)
+    if G % HEADS != 0:
+        inside = inside & (g < G)
+    if d != WIDTH:
+        inside = inside & (e < d)
+    taps, rows, kept = (), (), ()
+    x_row = x_ptr + start.to(tl.int64) * x_t + c
+    for i in tl.static_range(TOKENS + K - 1):
+        t = start + i - (K - 1)
+        u = tl.load(x_row + (i - (K - 1)) * x_t, mask=inside & (t >= 0) & (t < T), other=0.0)
+        if N > 0 and i < K - 1:
+            n = N - rejected + t
+            u = tl.where(t < 0, tl.load(state_ptr + n * state_n + c, mask=inside & (t < 0) & (n >= 0), other=0.0), u)
+        rows = rows + (u,)
+    for j in tl.static_range(K):
+        tap = tl.load(tap_ptr + c * tap_c + j * tap_j, mask=inside, other=0.0).to(tl.float32)
+        taps = taps + ((tap + 1.0 if j == 0 else tap) * scale,)  # the convolution's own residual is one more tap 0
+    if ROLL:  # this run is the whole call: its inputs join the state, whose older rows move up
+        for n in tl.static_range(N):
+            t = n + T - N
+            new = tl.load(x_ptr + t.to(tl.int64) * x_t + c, mask=inside & (t >= 0), other=0.0)
+            old = inside & (t < 0) & (n + T - rejected >= 0)
+            kept = kept + (tl.where(t < 0, tl.load(state_ptr + (n + T - rejected) * state_n + c, mask=old, other=0.0), new),)
+        for n in tl.static_range(N):
+            tl.store(state_ptr + n * state_n + c, kept[n], mask=inside)
+    for i in tl.static_range(TOKENS):
+        t = start + i
+        y = tl.zeros([HEADS, WIDTH], tl.float32)
+        if DOCUMENTS:
+            position = tl.load(document_ptr + t, mask=t < T, other=0)
+        for j in tl.static_range(K):
+            tap = taps[j]
+            if DYNAMIC:  # one number for a whole head
+                more_ptr = dynamic_ptr + t.to(tl.int64) * dynamic_t + part * (HEADS * K) + j
+                more = tl.load(more_ptr, mask=t < T, other=0.0).to(tl.float32)
+                for m in tl.static_range(1, HEADS):
+                    other = tl.load(more_ptr + m * K, mask=(t < T) & (part * HEADS + m < G), other=0.0)
+                    more = tl.where(head == m, other.to(tl.float32), more)
+                tap += more * scale
+            u = rows[i + K - 1 - j].to(tl.float32)
+            if DOCUMENTS:  # a tap that reaches before its document's start reads zero
+                u = tl.where(position >= j, u, 0.0)
+            y += tap * u
+        square = tl.sum(y * y, 1)
+        if VALUE:
+            factor = tl.rsqrt(square / d + limit)
+        else:
+            factor = tl.minimum(limit / (tl.sqrt(square) + 1e-6), 1.0)
+        slot = (slot0 + t).to(tl.int64)
+        if PAGE > 0:
+            page = tl.load(table_ptr + slot // PAGE, mask=t < T, other=0).to(tl.int64)
+            slot = page * cache_p + slot % PAGE * cache_s
+        else:
+            slot = slot * cache_s
+        out = cache_ptr + slot + g.to(tl.int64) * cache_g + e
+        tl.store(out, (y * factor[:, None]).to(cache_ptr.dtype.element_ty), mask=inside & (t < T))
+
+
+@triton.jit(do_not_specialize=["T", "clipped_rows", "clipped_states", "runs"])
+@no_type_check
+def _prepare(
+    q_ptr, r_ptr, k_ptr, v_ptr, q_scale_ptr, r_scale_ptr, k_tap_ptr, v_tap_ptr, k_dynamic_ptr, v_dynamic_ptr,
+    key_ptr, value_ptr, length_ptr, table_ptr, state_ptr, rejected_ptr, position_ptr, document_ptr,
+    q_out_ptr, r_out_ptr, T, clipped_rows, clipped_states, runs,
+    q_b, q_t, r_b, r_t, k_b, k_t, v_b, v_t, tap_c, tap_j, k_dynamic_b, k_dynamic_t, v_dynamic_b, v_dynamic_t,
+    key_b, key_g, key_s, value_b, value_g, value_s, table_b, state_b, state_n, position_b, document_b,
+    qk_threshold, r_threshold, eps, floor, alpha, conv_scale,
+    H: tl.constexpr, G: tl.constexpr, d: tl.constexpr, R: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, R_WIDTH: tl.constexpr,
+    R_ROWS: tl.constexpr, LOG: tl.constexpr, DYNAMIC: tl.constexpr, DOCUMENTS: tl.constexpr, ROLL: tl.constexpr,
+    LENGTHS: tl.constexpr, REJECTED: tl.constexpr, PAGE: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    if DEPENDENT:  # launched before the kernel in front of it has ended
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    PARTS: tl.constexpr = (G + HEADS - 1) // HEADS
+    role = tl.program_id(0)
+    b = tl.program_id(1).to(tl.int64)
+    if role < 2 * PARTS * runs:
+        slot0, rejected = 0, 0
+        if LENGTHS:
+            slot0 = tl.load(length_ptr + b)
+        if REJECTED:
+            rejected = tl.load(rejected_ptr + b).to(tl.int32)
+        part, start = role % (2 * PARTS), role // (2 * PARTS) * TOKENS
+        key_base, value_base = key_ptr, value_ptr
+        if PAGE == 0:
+            key_base, value_base = key_ptr + b * key_b, value_ptr + b * value_b
+        if part < PARTS:
+            _convolved(
+                k_ptr + b * k_b, k_tap_ptr, k_dynamic_ptr + b * k_dynamic_b, state_ptr + b * state_b,
+                document_ptr + b * document_b, key_base, table_ptr + b * table_b, part, start, T, slot0, rejected,
+                k_t, tap_c, tap_j, k_dynamic_t, state_n, key_b, key_g, key_s, conv_scale, qk_threshold,
+                G, d, K, N, TOKENS, HEADS, WIDTH, False, DYNAMIC, DOCUMENTS, ROLL, PAGE,
+            )  # fmt: skip
+        else:
+            _convolved(
+                v_ptr + b * v_b, v_tap_ptr, v_dynamic_ptr + b * v_dynamic_b, state_ptr + b * state_b + G * d,
+                document_ptr + b * document_b, value_base, table_ptr + b * table_b, part - PARTS, start, T, slot0,
+                rejected, v_t, tap_c, tap_j, v_dynamic_t, state_n, value_b, value_g, value_s, conv_scale, eps,
+                G, d, K, N, TOKENS, HEADS, WIDTH, True, DYNAMIC, DOCUMENTS, ROLL, PAGE,
+            )  # fmt: skip
+    elif role < 2 * PARTS * runs + clipped_rows:
+        _clipped(
+            q_ptr + b * q_b, q_scale_ptr, position_ptr + b * position_b, q_out_ptr + b * T * (H * d),
+            role - 2 * PARTS * runs, T, q_t, qk_threshold, floor, alpha, H, d, ROWS, WIDTH, LOG,
+        )  # fmt: skip
+    else:
+        _clipped(
+            r_ptr + b * r_b, r_scale_ptr, position_ptr + b * position_b, r_out_ptr + b * T * (H * R),
+            role - 2 * PARTS * runs - clipped_rows, T, r_t, r_threshold, floor, alpha, H, R, R_ROWS, R_WIDTH, LOG,
+        )  # fmt: skip
+
+
+def choose_tile(tokens: int, heads: int, width: int) -> Tile:
+    """Long calls: fewer, larger programs. Short ones: as many as there are processors."""
+    pair = 2 if heads % 2 == 0 and width <= 128 else 1
+    if tokens > 16:
+        return Tile(16, 8, pair)
+    return Tile(4, triton.next_power_of_2(tokens), 1)
+
+
+def _token_major(weight: Float[Tensor, "C 1 K"]) -> Float[Tensor, "K C"]:
+    return weight[:, 0].t().contiguous()
+
+
+def prepare_qkv(
+    q: Float[Tensor, "B T Hd"],
+    r: Float[Tensor, "B T HR"],
+    k: Float[Tensor, "B T Gd"],
+    v: Float[Tensor, "B T Gd"],
+    q_scale: Float[Tensor, "H d"],
+    r_scale: Float[Tensor, "H R"],
+    k_taps: Tensor,
+    v_taps: Tensor,
+    qk_threshold: float,
+    r_threshold: float,
+    eps: float,
+    keys: Float[Tensor, "P G S d"],
+    values: Float[Tensor, "P G S d"],
+    lengths: Int[Tensor, " B"] | None = None,
+    table: Int[Tensor, "B pages"] | None = None,
+    state: Float[Tensor, "B N 2Gd"] | None = None,
+    rejected: Int[Tensor, " B"] | None = None,
+    positions: Int[Tensor, "b T"] | None = None,
+    log_scaling: tuple[float, float] | None = None,
+    k_dynamic: Float[Tensor, "B T G K"] | None = None,
+    v_dynamic: Float[Tensor, "B T G K"] | None = None,
+    document_position: Int[Tensor, "B T"] | None = None,
+    tile: Tile | None = None,
+) -> tuple[Float[Tensor, "B T H d"], Float[Tensor, "B T H R"]]:
+    """Twin of `fused.prepare_qkv`; float32 inside, one rounding. `tile`: what a measurement varies.
+
+    Raises:
+        InputError: see `require`; for a state of more rows than a short call has tokens.
+    """
+    given = [u for u in (k_dynamic, v_dynamic, state) if u is not None]
+    require("prepare_qkv", q, r, k, v, q_scale, r_scale, k_taps, v_taps, keys, values, *given)
+    (B, T, _), (H, d), R, G = q.shape, q_scale.shape, r_scale.shape[1], keys.shape[1]
+    q, r, k, v = (u if u.stride(2) == 1 else u.contiguous() for u in (q, r, k, v))
+    q_scale, r_scale = q_scale.contiguous(), r_scale.contiguous()
+    tile = tile or choose_tile(B * T, G, d)
+    N = 0 if state is None else state.shape[1]
+    dynamic = k_dynamic is not None
+    if dynamic:
+        K = len(k_taps)
+        tap_strides, terms = k_taps.stride(), 2 * K + 1
+        tap_strides = tap_strides[1], tap_strides[0]
+        k_dynamic, v_dynamic = (u if u.stride()[2:] == (K, 1) else u.contiguous() for u in (k_dynamic, v_dynamic))
+    else:
+        K = k_taps.shape[2]
+        k_taps, v_taps = (prepared(w, _token_major)[K - 1 :] for w in (k_taps, v_taps))
+        tap_strides, terms = (1, -G * d), K + 1
+        k_dynamic = v_dynamic = q  # not read
+    roll = state is not None and tile.tokens >= T
+    if state is not None and not roll and N > T:
+        raise InputError(f"prepare_qkv: a state of {N} rows, expected at most {tile.tokens}")
+    runs = triton.cdiv(T, tile.tokens)
+    width, r_width = triton.next_power_of_2(d), triton.next_power_of_2(R)
+    r_rows = max(1, tile.rows * width // r_width)
+    clipped_rows, clipped_states = triton.cdiv(T * H, tile.rows), triton.cdiv(T * H, r_rows)
+    q_out = torch.empty(B, T, H, d, dtype=q.dtype, device=q.device)
+    r_out = torch.empty(B, T, H, R, dtype=r.dtype, device=r.device)
+    floor, alpha = log_scaling or (1.0, 0.0)
+    page = 0 if table is None else keys.shape[2]
+    early = {} if INTERPRETED else {"launch_pdl": True}
+    parts = triton.cdiv(G, tile.heads)
+    _prepare[(2 * parts * runs + clipped_rows + clipped_states, B)](
+        q, r, k, v, q_scale, r_scale, k_taps, v_taps, k_dynamic, v_dynamic,
+        keys, values, lengths, table if page else q, state if N else q, rejected,
+        positions if log_scaling else q, document_position if document_position is not None else q,
+        q_out, r_out, T, clipped_rows, clipped_states, runs,
+        *q.stride()[:2], *r.stride()[:2], *k.stride()[:2], *v.stride()[:2], *tap_strides,
+        *(k_dynamic.stride()[:2] + v_dynamic.stride()[:2] if dynamic else (0, 0, 0, 0)),
+        *keys.stride()[:3], *values.stride()[:3], table.stride(0) if page else 0, *(state.stride()[:2] if N else (0, 0)),
+        0 if not log_scaling or len(positions) == 1 else positions.stride(0),
+        0 if document_position is None else document_position.stride(0),
+        qk_threshold, r_threshold, eps, floor, alpha, 1 / math.sqrt(terms),
+        H=H, G=G, d=d, R=R, K=K, N=N, ROWS=tile.rows, TOKENS=tile.tokens, HEADS=tile.heads, WIDTH=width,
+        R_WIDTH=r_width, R_ROWS=r_rows, LOG=log_scaling is not None, DYNAMIC=dynamic,
+        DOCUMENTS=document_position is not None, ROLL=roll, LENGTHS=lengths is not None,
+        REJECTED=rejected is not None, PAGE=page, DEPENDENT=not INTERPRETED, num_warps=tile.warps, **early,
+    )  # fmt: skip
+    if N and not roll:  # runs of tokens that still read the state may not write it
+        state[..., : G * d].copy_(k[:, T - N :])
+        state[..., G * d :].copy_(v[:, T - N :])
+    return q_out, r_out
