@@ -54,7 +54,7 @@ def prepare_qkv(
     values: Float[Tensor, "P G S d"],
     lengths: Int[Tensor, " B"] | None = None,
     table: Int[Tensor, "B pages"] | None = None,
-    state: Float[Tensor, "B N 2Gd"] | None = None,
+    state: Float[Tensor, "B N C"] | None = None,
     rejected: Int[Tensor, " B"] | None = None,
     positions: Int[Tensor, "b T"] | None = None,
     log_scaling: tuple[float, float] | None = None,

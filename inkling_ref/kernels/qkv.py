@@ -91,7 +91,9 @@ def _convolved(
             t = n + T - N
             new = tl.load(x_ptr + t.to(tl.int64) * x_t + c, mask=inside & (t >= 0), other=0.0)
             old = inside & (t < 0) & (n + T - rejected >= 0)
-            kept = kept + (tl.where(t < 0, tl.load(state_ptr + (n + T - rejected) * state_n + c, mask=old, other=0.0), new),)
+            kept = kept + (
+                tl.where(t < 0, tl.load(state_ptr + (n + T - rejected) * state_n + c, mask=old, other=0.0), new),
+            )
         for n in tl.static_range(N):
             tl.store(state_ptr + n * state_n + c, kept[n], mask=inside)
     for i in tl.static_range(TOKENS):
@@ -211,7 +213,7 @@ def prepare_qkv(
     values: Float[Tensor, "P G S d"],
     lengths: Int[Tensor, " B"] | None = None,
     table: Int[Tensor, "B pages"] | None = None,
-    state: Float[Tensor, "B N 2Gd"] | None = None,
+    state: Float[Tensor, "B N C"] | None = None,
     rejected: Int[Tensor, " B"] | None = None,
     positions: Int[Tensor, "b T"] | None = None,
     log_scaling: tuple[float, float] | None = None,
@@ -219,6 +221,7 @@ def prepare_qkv(
     v_dynamic: Float[Tensor, "B T G K"] | None = None,
     document_position: Int[Tensor, "B T"] | None = None,
     tile: Tile | None = None,
+    options: dict[str, int] | None = None,
 ) -> tuple[Float[Tensor, "B T H d"], Float[Tensor, "B T H R"]]:
     """Twin of `fused.prepare_qkv`; float32 inside, one rounding. `tile`: what a measurement varies.
 
@@ -254,7 +257,7 @@ def prepare_qkv(
     r_out = torch.empty(B, T, H, R, dtype=r.dtype, device=r.device)
     floor, alpha = log_scaling or (1.0, 0.0)
     page = 0 if table is None else keys.shape[2]
-    early = {} if INTERPRETED else {"launch_pdl": True}
+    early = (options or {}) | ({} if INTERPRETED else {"launch_pdl": True})
     parts = triton.cdiv(G, tile.heads)
     _prepare[(2 * parts * runs + clipped_rows + clipped_states, B)](
         q, r, k, v, q_scale, r_scale, k_taps, v_taps, k_dynamic, v_dynamic,
