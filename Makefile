@@ -10,7 +10,7 @@ WORKERS ?= 2
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help run test test-browser test-gpu lint lab notebooks figures bench clean
+.PHONY: help run test test-browser test-gpu lint lab notebooks figures bench bench-gpu clean
 .DEFAULT_GOAL := help
 
 help:     ## list these targets
@@ -48,6 +48,9 @@ figures: notebooks  ## draw figures/ again, and run the notebooks for their key 
 
 bench: $(VENV)/installed-test  ## speed on this machine: load, first answer, decode, prefill
 	$(BIN)/python -m inkling_ref.measure.speed
+
+bench-gpu: $(VENV)/installed-test  ## on an NVIDIA GPU: every kernel beside reference, peers and limits
+	$(BIN)/inkling-ref bench
 
 clean:  ## remove the environment
 	rm -rf $(VENV)

@@ -293,11 +293,28 @@ def train_nano(
 
 @app.command()
 def bench(
-    what: Annotated[Literal["dspark"], typer.Argument(help="dspark: speculative decoding, at batch 1.")],
-    checkpoint: Checkpoint = NANO,
-    device: Device = "cpu",
+    what: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[OP...]|dspark",
+            help="Groups of kernels (x lists them; default: all), or drafting.",
+        ),
+    ] = None,
+    against: Annotated[
+        str | None, typer.Option(help="Of the kernels: some of reference,compile,sdpa,flex; default: all.")
+    ] = None,
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(help="A further arm, module:function, with the arguments of the OP's reference; repeatable."),
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the kernels' times to this file too.")] = None,
+    seconds: Annotated[float | None, typer.Option(help="Of the kernels' whole run; default: 280.")] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Of dspark: its folder; default: the shipped nano.", show_default=False)
+    ] = None,
+    device: Annotated[Literal["cpu", "cuda"] | None, typer.Option(help="Where dspark runs; default: cpu.")] = None,
     tasks: Annotated[str | None, typer.Option(help="Nano's, with commas between; default: with long answers.")] = None,
-    examples: Annotated[int, typer.Option(help="Of each task.")] = 16,
+    examples: Annotated[int | None, typer.Option(help="Of each task; default: 16.")] = None,
     temperature: Annotated[list[float] | None, typer.Option(help="Repeatable; default: 0 and 1.")] = None,
     find_layout: Annotated[
         bool, typer.Option("--find-layout", help="Try the choices that the drafter's file leaves open instead.")
@@ -306,6 +323,43 @@ def bench(
         bool, typer.Option("--same-text", help="Check instead that greedy answers are those of plain decoding.")
     ] = False,
 ) -> None:
+    """Kernels on a GPU beside their reference and peers, and limits; or (dspark) drafting beside plain decoding."""
+    kernels = {"--against": against, "--peer": peer, "--json": json_file, "--seconds": seconds}
+    drafting = {
+        "--checkpoint": checkpoint, "--device": device, "--tasks": tasks, "--examples": examples,
+        "--temperature": temperature, "--find-layout": find_layout, "--same-text": same_text,
+    }  # fmt: skip
+    dspark = what == ["dspark"]
+    for option, value in (kernels if dspark else drafting).items():
+        if value not in (None, False):
+            raise InputError(f"{option}: belongs to {'the kernels' if dspark else 'dspark'}, expected it there alone")
+    if dspark:
+        examples = 16 if examples is None else examples
+        _bench_drafting(
+            checkpoint or NANO, device or "cpu", tasks, examples, temperature or [], find_layout, same_text
+        )  # fmt: skip
+    else:
+        _bench_kernels(what or [], against, peer or [], 280.0 if seconds is None else seconds, json_file)
+
+
+def _bench_kernels(
+    ops: list[str], against: str | None, peers: list[str], seconds: float, json_file: Path | None
+) -> None:
+    if not seconds > 0:
+        raise InputError(f"--seconds is {seconds}, expected more than 0")
+    if json_file is not None:
+        _check_file(json_file, "report")
+    with _importing():
+        from .measure.bench import runner
+
+    beside = list(runner.KINDS.values()) if against is None else _names(against)
+    runner.run(runner.check(ops, beside, peers), beside, peers, seconds, json_file, _note)
+
+
+def _bench_drafting(
+    checkpoint: Path, device: str, tasks: str | None, examples: int, temperature: list[float], find_layout: bool,
+    same_text: bool,
+) -> None:  # fmt: skip
     """Acceptance and speed of the checkpoint's drafter, side by side with plain decoding in one run."""
     from rich.console import Console
     from rich.table import Table
@@ -325,7 +379,7 @@ def bench(
         from .sampling import check_sampling
         from .speculative import Drafting, measure_seconds
 
-    for warmth in temperature or ():
+    for warmth in temperature:
         check_sampling(warmth, None, None)
 
     model = checkpoints.load(checkpoint, device=device, dtype=_dtype(device))

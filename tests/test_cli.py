@@ -154,8 +154,8 @@ def test_drafting_gives_the_same_answer_and_a_report(capsys, drafting_folder):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["bench"], "Missing argument 'what'. Choose from: dspark"),
-        (["bench", "speed"], "Invalid value for 'what': 'speed' is not one of 'dspark'."),
+        (["ask"], "Missing argument 'question'."),
+        (["info", "--preset", "big"], "Invalid value for '--preset': 'big' is not one of 'small', 'nano', 'tiny'."),
     ],
     ids=["none", "unknown"],
 )

@@ -41,7 +41,7 @@ def test_the_file_tree_is_there():
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_options_exist(command):
-    (row,) = (line for line in README.splitlines() if line.startswith(f"| `inkling-ref {command}"))
+    row = "\n".join(line for line in README.splitlines() if line.startswith(f"| `inkling-ref {command}"))
     options = {o for p in typer.main.get_command(cli.app).commands[command].params for o in p.opts}
     assert set(re.findall(r"--[a-z-]+", row)) <= options
 

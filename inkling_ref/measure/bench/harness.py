@@ -7,16 +7,20 @@ count each input and output once; FLOPs count visible pairs only.
 
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+
+from ...config import FULL, SLIDING, InklingConfig, TextConfig
+from .. import cost
 
 L2_BYTES = 60e6
 REPLAYS = 9
 D, H, G, d, R, X, W = 4608, 48, 8, 128, 16, 1024, 1024  # Inkling 2 Small
 E, K_EXPERTS, I = 384, 8, 2304
 BF16 = torch.bfloat16
+KINDS = {"eager": "reference", "compiled": "compile", "SDPA": "sdpa", "FlexAttention": "flex"}  # first words of arms
 
 
 def graph_seconds(calls: list[Callable[[], object]]) -> float:
@@ -52,9 +56,23 @@ def tensors_of(out: object) -> list[Tensor]:
 
 
 class Bench:
-    """Limits of this process, and one printed JSON row for each arm."""
+    """Limits of this process, and one printed JSON row for each arm.
 
-    def __init__(self) -> None:
+    Args:
+        against: which peers run beside the kernels: some of the values of KINDS.
+        peers: further arms by name, which take the arguments of every arm that is called "triton".
+        prepare: only call every arm once, so that compilers leave their results in their caches.
+    """
+
+    def __init__(
+        self,
+        against: Sequence[str] = tuple(KINDS.values()),
+        peers: dict[str, Callable] | None = None,
+        prepare: bool = False,
+    ) -> None:
+        self.against, self.peers, self.prepare = against, peers or {}, prepare
+        if prepare:
+            return
         x, y = torch.randn(2**28, device="cuda"), torch.empty(2**28, device="cuda")
         self.copy = 2 * x.nbytes / graph_seconds([lambda: torch.mul(x, 1, out=y)] * 4)
         a, b = (torch.randn(8192, 8192, device="cuda", dtype=BF16) for _ in range(2))
@@ -71,11 +89,20 @@ class Bench:
         nbytes: float = 0,
         flops: float = 0,
     ) -> dict[str, object]:
-        """Time `call(*inputs)` over all input sets; `exact`: what the first set should give. Returns the row."""
+        """Time `call(*inputs)` over all input sets; `exact`: what the first set should give. Returns the row.
+
+        The limit of the row is the larger of `nbytes` at the rate of a copy and `flops` at that of a product.
+        """
         row: dict[str, object] = {"case": case, "arm": name}
+        if KINDS.get(name.split()[0].rstrip(",")) not in (None, *self.against):
+            return row | {"failed": "not asked for"}
         try:
-            if exact is not None:
-                pairs = zip(tensors_of(call(*sets[0])), tensors_of(exact), strict=True)
+            out = call(*sets[0])
+            if self.prepare:
+                torch.cuda.synchronize()
+                return row | {"failed": "only prepared"}
+            if exact is not None:  # of a peer's outputs, the first ones
+                pairs = zip(tensors_of(out), tensors_of(exact), strict=name not in self.peers)
                 row["error"] = float(torch.tensor([relative_rms(a, b) for a, b in pairs]).max())  # NaN wins
             once = graph_seconds([lambda: call(*sets[0])])
             repeats = 1 if once > 1e-3 else max(1, 12 // len(sets))
@@ -84,7 +111,26 @@ class Bench:
         except Exception as error:  # this arm's row says so; the next arm goes on
             row["failed"] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
         print(json.dumps(row), flush=True)
+        if name == "triton":
+            for peer, function in self.peers.items():
+                self.arm(case, peer, function, sets, exact, nbytes, flops)
         return row
+
+    def note(self, text: str) -> None:
+        """A line below the table."""
+        print(json.dumps({"note": text}), flush=True)
+
+
+def attention_flops(context: int, tokens: int, window: int | None) -> int:
+    """What the cost model counts for one of Small's layers: visible pairs, and biases up to the extent."""
+    text = TextConfig(num_hidden_layers=1, layer_types=[SLIDING if window else FULL])
+    return cost.flops(InklingConfig(text, vision=None), context, tokens)["attention over keys"]
+
+
+def key_value_bytes(groups: int, context: int) -> int:
+    """Bytes of `context` keys and values in one of Small's full layers, with `groups` of its G heads."""
+    text = TextConfig(num_hidden_layers=1, layer_types=[FULL])
+    return cost.cache_bytes(InklingConfig(text, vision=None), context, tp=G // groups)["full layers"]
 
 
 def sets_of(make: Callable[[], tuple], most: int = 64) -> list[tuple]:

@@ -21,7 +21,7 @@ def bench_router(bench: Bench) -> None:
             row = bench.arm(case, name, lambda *s, op=op: op(*s)[0], sets, exact_weights, nbytes, flops)
             if "failed" not in row:
                 chosen = op(*sets[0])[1].sort(-1).values == exact_ids.sort(-1).values
-                print(f"router {tokens} {name}: tokens with the experts of float64: {chosen.all(-1).sum()}", flush=True)
+                bench.note(f"router {tokens} {name}: tokens with the experts of float64: {chosen.all(-1).sum()}")
 
 
 def bench_swiglu(bench: Bench) -> None:

@@ -1,0 +1,129 @@
+"""`inkling-ref bench` of the kernels: its arguments, its processes, its table. What they measure needs a GPU."""
+
+import json
+import re
+import sys
+
+import pytest
+import torch
+
+from inkling_ref import cli
+from inkling_ref.measure.bench import runner
+from inkling_ref.measure.bench.__main__ import GROUPS
+from inkling_ref.measure.bench.harness import Bench, attention_flops, key_value_bytes
+
+pytest.importorskip("triton", reason="the kernels need Triton")
+
+CHILD = """
+import json, pathlib, sys, time
+group = sys.argv[1]
+been_here = pathlib.Path(sys.argv[0]).with_name(group)
+if group == "residual" and not been_here.exists():  # compiles for too long, the first time
+    been_here.touch()
+    time.sleep(60)
+if group == "router":
+    print("out of memory")
+    sys.exit(3)
+print('{"ready": 1}', flush=True)
+assert sys.stdin.readline() == "go\\n"
+print(json.dumps({"limits": {"copy": 4.2e12, "matrix": 7.4e14}}))
+case = "decode 6/1" if group in ("decode", "flex_decode") else group
+arms = ["triton", "compiled"] if group != "flex_decode" else ["FlexAttention with bias, and a name that is long"]
+for us, arm in enumerate(arms, 1):
+    print(json.dumps({"case": case, "arm": arm, "us": 50.0 * us, "floor_us": 45.0, "error": 1e-3}))
+print(json.dumps({"case": case, "arm": "eager", "failed": "OutOfMemoryError: " + "x" * 200}))
+print(json.dumps({"note": " ".join(sys.argv[2:])}), flush=True)
+if group == "prefill":
+    print('{"case": "cut', end="", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def child(monkeypatch, tmp_path):
+    """Groups that print what a GPU might give."""
+    (tmp_path / "child.py").write_text(CHILD)
+    monkeypatch.setattr(runner, "CHILD", [sys.executable, str(tmp_path / "child.py")])
+    monkeypatch.setattr(runner, "GROUP_SECONDS", 2.0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "GPU")
+
+
+def test_groups_that_hang_or_fail_cost_their_own_rows(child, capsys, tmp_path):
+    ops = ["decode", "flex_decode", "residual", "router", "prefill"]
+    out = tmp_path / "kernels.json"
+    assert cli.main(["bench", *ops, "--against", "compile,sdpa", "--json", str(out), "--seconds", "8"]) == 0
+    printed = capsys.readouterr().out
+    report = json.loads(out.read_text())
+    assert {(row["group"], row["arm"]) for row in report["rows"] if "us" in row} == {
+        ("decode", "triton"), ("decode", "compiled"), ("prefill", "triton"), ("prefill", "compiled"),
+        ("flex_decode", "FlexAttention with bias, and a name that is long"),
+        ("residual", "triton"), ("residual", "compiled"),
+    }  # fmt: skip
+    assert report["trouble"] == {"router": "exit status 3: out of memory", "prefill": "stopped after 2 s"}
+    assert set(report["notes"]) == {"--against compile,sdpa"}
+    assert set(report["limits"]) == {"decode", "prefill", "flex_decode", "residual"}
+    assert max(map(len, printed.splitlines())) <= 79
+    # One case of two groups, side by side: twice the kernel's time, 45 % of the limit.
+    (case,) = re.findall(r"^decode 6/1\n(?:  .*\n)+", printed, re.MULTILINE)
+    assert re.search(r"^  compiled +100\.0 +2\.00 +45% +1\.0e-03$", case, re.MULTILINE)
+    assert "FlexAttention with bias, and" in case
+    assert "  eager: OutOfMemoryError" in case
+
+
+def test_time_that_runs_out(child, capsys, tmp_path):
+    assert cli.main(["bench", "decode", "prefill", "swiglu", "--seconds", "1.5"]) == 0
+    printed = capsys.readouterr().out
+    assert "prefill: stopped after " in printed
+    assert "swiglu: no time left" in printed
+
+
+WRONG = {
+    "op": (["speed"], r"bench: 'speed', expected some of decode, .*"),
+    "two ops": (["residual", "dspark"], r"bench: 'dspark', expected some of decode, .*"),
+    "against": (["--against", "cudnn"], r"--against: 'cudnn', expected some of reference, compile, sdpa, flex"),
+    "peer of all": (["--peer", "math:sqrt"], r"--peer: .*, expected exactly one group"),
+    "peer module": (["residual", "--peer", "no_such:f"], r"--peer no_such:f: No module named .*"),
+    "peer name": (["residual", "--peer", "math:no_such"], r"--peer math:no_such: .*, expected module:function"),
+    "peer syntax": (["residual", "--peer", "math"], r"--peer math: .*expected module:function"),
+    "peer value": (["residual", "--peer", "math:pi"], r"--peer math:pi: not callable, expected module:function"),
+    "seconds": (["--seconds", "0"], r"--seconds is 0\.0, expected more than 0"),
+    "json": (["--json", "/no/such/file.json"], r"/no/such: not found, expected a folder for the report"),
+    "dspark's": (["--tasks", "sum"], r"--tasks: belongs to dspark, expected it there alone"),
+    "kernels'": (["dspark", "--json", "x.json"], r"--json: belongs to the kernels, expected it there alone"),
+    "no gpu": (["residual"], r"bench: torch sees no GPU here, expected one"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), WRONG.values(), ids=WRONG)
+def test_a_wrong_argument_is_one_line(capsys, monkeypatch, arguments, message):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert cli.main(["bench", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.fullmatch(rf"error: {message}\n", err)
+
+
+def test_the_groups_run_in_order_of_importance(monkeypatch):
+    """Those asked for, but in the order of GROUPS."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    names = list(GROUPS)
+    assert runner.check([names[3], names[1]], [], []) == [names[1], names[3]]
+    assert runner.check([], [], []) == names
+
+
+def test_peers_run_where_asked_for():
+    """In preparation every arm is called once: kernels always, peers if their kind is wanted."""
+    called = []
+    bench = Bench(against=["compile"], prepare=True)
+    for name in ("triton", "triton, 8 warps", "compiled", "compiled, max-autotune", "eager", "SDPA without bias"):
+        bench.arm("case", name, called.append, [(name,)])
+    assert called == ["triton", "triton, 8 warps", "compiled", "compiled, max-autotune"]
+
+
+def test_costs_are_those_of_the_cost_model():
+    T, W, H, d, R = 8192, 1024, 48, 128, 16
+    pairs = sum(min(t + 1, W) for t in range(T))
+    assert attention_flops(T, T, W) == H * (4 * d + 2 * R) * pairs
+    assert attention_flops(T, T, None) == H * (4 * d * T * (T + 1) // 2 + 2 * R * pairs)
+    assert key_value_bytes(1, 65536) == 2 * 65536 * 128 * 2
