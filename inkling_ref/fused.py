@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from .attention import l2_clip, log_scale, scaled_l2_clip
+from .attention import attend, l2_clip, log_scale, scaled_l2_clip
 from .dspark import MarkovHead
 from .moe import softcap
 from .residual import rms, rounded, wide
@@ -98,6 +98,40 @@ def prepare_qkv(
     keys[rows, :, slots] = rounded(l2_clip(k, qk_threshold), keys.dtype)
     values[rows, :, slots] = rounded(rms(v, eps), values.dtype)
     return q, r
+
+
+def attend_cache(
+    q: Float[Tensor, "B T H d"],
+    keys: Float[Tensor, "P G S d"],
+    values: Float[Tensor, "P G S d"],
+    r: Float[Tensor, "B T H R"],
+    profiles: Float[Tensor, "R X"],
+    sink: Float[Tensor, "B T H"],
+    gate: Float[Tensor, "B T H*d"],
+    lengths: Int[Tensor, " B"],
+    window: int | None = None,
+    table: Int[Tensor, "B pages"] | None = None,
+) -> Float[Tensor, "B T H*d"]:
+    """`attend` of a cache as `prepare_qkv` fills it, where position p of a row stands in slot p.
+
+    A row of T tokens at the end of `lengths[b]` earlier ones. Slots that no query sees are never read: their pages may
+    be anybody's. A row that is not in use has the length -T: it sees nothing, and its output is zero.
+
+    Args:
+        keys, values: [B, G, S, d], or with a table pages [P, G, S, d] of S slots.
+        lengths: slot of query 0, for each row.
+        table: for each row its pages, in order; entries beyond its length, or before its window, are not read.
+    """
+    T = q.shape[1]
+    if table is not None:
+        table = table.clamp(0, len(keys) - 1)
+        keys, values = (u[table].transpose(1, 2).flatten(2, 3) for u in (keys, values))
+    slots, first = torch.arange(keys.shape[2], device=q.device), lengths[:, None]
+    dead = slots >= first + T
+    if window is not None:
+        dead = dead | (slots <= first - window)
+    keys, values = (u.masked_fill(dead[:, None, :, None], 0) for u in (keys, values))  # 0 NaN would be NaN
+    return attend(q, keys, values, r, profiles, sink, gate, lengths.tolist(), window)
 
 
 def philox(
