@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from fnmatch import fnmatch
 from json import dumps
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -221,6 +221,34 @@ def load(
         InputError: naming file and tensor of all that does not fit (see `CheckpointReader` and `check`), before the
             first weight is read; or naming a tensor and expert with a NaN scale, while reading. No model results.
     """
+    config = InklingConfig.from_pretrained(folder)
+    model, storage = empty_model(config, device, dtype, backend, experts)
+    with CheckpointReader(folder) as reader:
+        formats = check(reader, model)
+        fill(model, reader, formats, storage)
+    return model.requires_grad_(False).eval()
+
+
+class Storage(NamedTuple):
+    """How a model's tensors are to be held: where, as what, and whether quantised experts stay packed."""
+
+    device: torch.device
+    dtype: torch.dtype
+    packed: bool
+
+
+def empty_model(
+    config: InklingConfig,
+    device: str | torch.device,
+    dtype: torch.dtype,
+    backend: str | Backend = "torch",
+    experts: str | None = None,
+) -> tuple[Inkling, Storage]:
+    """A model without memory for `fill`, and the arguments of `load` once they are known to be possible.
+
+    Raises:
+        InputError: naming the argument that is not.
+    """
     try:
         device = torch.empty(0, device=device).device
     except (RuntimeError, AssertionError, TypeError) as error:
@@ -231,26 +259,30 @@ def load(
         raise InputError(f"experts: {experts!r}, expected 'packed' or 'dequantize'")
     if dtype not in _FLOATS:
         raise InputError(f"dtype: {dtype}, expected one of {', '.join(map(str, _FLOATS))}")
-    config = InklingConfig.from_pretrained(folder)
     with torch.device("meta"), ShapesOnly():
-        model = Inkling(config, backend)
-    with CheckpointReader(folder) as reader:
-        formats = check(reader, model)
-        for layer, quantisation in zip(model.llm.layers, formats, strict=True):
-            layer.mlp.experts.stored_format = quantisation
-        total = sum(reader.layout(name).nbytes for name in reader.names)
-        with _progress(f"reading {reader.folder.name}", total) as done:
-            for name in [name for name, _ in model.named_parameters()]:
-                module_name, _, leaf = name.rpartition(".")
-                module, layer = model.get_submodule(module_name), _layer_of_experts(name)
-                if layer is None or formats[layer] == DENSE:
-                    keep = keeps_float32(name) and dtype.itemsize < 4
-                    tensor = reader.read(f"model.{name}").to(device, torch.float32 if keep else dtype)
-                    module.register_parameter(leaf, nn.Parameter(tensor))
-                else:
-                    _load_quantised(reader, module, f"model.{name}", formats[layer], device, dtype, experts == "packed")
-                done(reader.bytes_read)
-    return model.requires_grad_(False).eval()
+        return Inkling(config, backend), Storage(device, dtype, experts == "packed")
+
+
+def fill(model: Inkling, reader: Any, formats: list[str], storage: Storage) -> None:
+    """Read every tensor of an empty model.
+
+    reader: a CheckpointReader, or what reads a part of each tensor for a model that is cut alike.
+    formats: of every layer's experts, from `check`.
+    """
+    device, dtype, packed = storage
+    for layer, quantisation in zip(model.llm.layers, formats, strict=True):
+        layer.mlp.experts.stored_format = quantisation
+    with _progress(f"reading {reader.folder.name}", reader.nbytes) as done:
+        for name in [name for name, _ in model.named_parameters()]:
+            module_name, _, leaf = name.rpartition(".")
+            module, layer = model.get_submodule(module_name), _layer_of_experts(name)
+            if layer is None or formats[layer] == DENSE:
+                keep = keeps_float32(name) and dtype.itemsize < 4
+                tensor = reader.read(f"model.{name}").to(device, torch.float32 if keep else dtype)
+                module.register_parameter(leaf, nn.Parameter(tensor))
+            else:
+                _load_quantised(reader, module, f"model.{name}", formats[layer], device, dtype, packed)
+            done(reader.bytes_read)
 
 
 class ShapesOnly(TorchFunctionMode):

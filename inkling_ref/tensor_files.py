@@ -146,6 +146,11 @@ class CheckpointReader:
     def names(self) -> list[str]:
         return sorted(self._tensors)
 
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors."""
+        return sum(stored.layout.nbytes for stored in self._tensors.values())
+
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
 

@@ -1,0 +1,11 @@
+"""Tensor, expert and sequence parallelism on torch.distributed, applied from outside to a plain model.
+
+plan         who holds what: grids of ranks, tables of experts and slices; no tensors
+collectives  what ranks exchange, counted; stand-ins and their cost
+layers       the modules of one rank
+apply        from a plain model, or a checkpoint, to one rank
+generation   generate on a world: seeds, candidates, groups that finish at different times
+launch       a process of a world: it joins, and ends with all others when one fails
+run          `inkling-ref run`
+estimate     bytes, FLOPs, collectives and memory of a rank, on paper
+"""

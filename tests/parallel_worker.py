@@ -1,0 +1,230 @@
+"""Worlds of processes for the tests: what every rank does, and how they are started.
+
+A process forks from a server that has imported torch already, so that a world of eight starts in a second.
+"""
+
+import multiprocessing
+import os
+import socket
+import time
+from collections.abc import Callable
+from contextlib import redirect_stderr
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from helpers import IMAGE, random_ids, random_model, randomize, relative_rms
+from torch import Tensor
+
+from inkling_ref import generation
+from inkling_ref.config import InklingConfig
+from inkling_ref.draft_config import DSparkConfig
+from inkling_ref.dspark import Drafter
+from inkling_ref.model import Inkling
+from inkling_ref.parallel.apply import Mesh, parallelize
+from inkling_ref.parallel.generation import adopt, finish, generate
+from inkling_ref.parallel.launch import world
+from inkling_ref.parallel.plan import Plan
+
+SHORT = timedelta(seconds=20)  # for every collective
+TOLERANCE = 1e-5
+
+
+def start(size: int, folder: Path, function, *arguments, timeout: float = 120) -> list[tuple[int | None, str]]:
+    """Run `function(rank, *arguments)` on `size` ranks; exit status (None: had to be stopped) and stderr of each."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["parallel_worker"])
+    port = _free_port()
+    files = [folder / f"stderr-{rank}" for rank in range(size)]
+    processes = [
+        context.Process(target=_rank, args=(rank, size, port, files[rank], function, arguments)) for rank in range(size)
+    ]
+    for process in processes:
+        process.start()
+    end = time.monotonic() + timeout
+    for process in processes:
+        process.join(max(end - time.monotonic(), 0))
+    statuses = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    return [(s, f.read_text(errors="replace") if f.exists() else "") for s, f in zip(statuses, files, strict=True)]
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def _rank(rank: int, size: int, port: int, file: Path, function, arguments: tuple) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": f"{rank}", "WORLD_SIZE": f"{size}", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
+    with file.open("w") as stderr, redirect_stderr(stderr):
+        os.dup2(stderr.fileno(), 2)
+        function(rank, *arguments)
+
+
+# ---------------------------------------------------------------- models
+
+
+def text_config(**sizes) -> InklingConfig:
+    """Of `tiny`, with heads that 2 ranks can share, other sizes, and no pictures."""
+    sizes = {"swa_num_key_value_heads": 2, **sizes}
+    return InklingConfig(replace(InklingConfig.tiny().text, **sizes), None)
+
+
+def picture_config() -> InklingConfig:
+    return replace(InklingConfig.tiny(), text=text_config().text)
+
+
+def one_expert(model: Inkling) -> None:
+    """Every token goes to expert 3."""
+    for layer in model.llm.layers:
+        layer.mlp.gate.bias[3] += 100
+
+
+@dataclass(frozen=True)
+class Case:
+    """One plan for one model, through several kinds of calls."""
+
+    name: str
+    plan: Plan
+    config: InklingConfig = field(default_factory=text_config)
+    checks: tuple[str, ...] = ("forward", "decode", "generate")
+    rows: tuple[int, ...] = (3,)  # of every dp group
+    change: Callable[[Inkling], None] | None = None
+
+    def model(self) -> Inkling:
+        model = random_model(self.config)
+        if self.change:
+            self.change(model)
+        return model
+
+
+class Drafted(Drafter):
+    """Drafts each row's known text, with a wrong token after 0, 2, 1 right ones, in turns."""
+
+    def __init__(self, model: Inkling, texts: list[list[int]]) -> None:
+        small = {
+            "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "d_rel": 3,
+            "intermediate_size": 20, "target_layer_ids": [1, 3, 4], "block_size": 5, "markov_rank": 7, "rel_extent": 9,
+            "mask_token_id": model.config.text.vocab_size - 1,
+        }  # fmt: skip
+        super().__init__(DSparkConfig(**small), model)
+        randomize(self, 3)
+        self.texts, self.rounds, self.base = texts, 0, []
+
+    def base_logits(self, h: Tensor) -> Tensor:
+        raise AssertionError("adopt gives another")
+
+    def propose(self, context, anchors, n, choose):
+        proposal = super().propose(context, anchors, n, choose)
+        self.base.append(proposal.tokens.clone())
+        tokens, used = proposal.tokens.clone(), self.model.config.text.unpadded_vocab_size
+        for row, text in enumerate(self.texts):
+            p = context.lengths[row] + 1
+            right = (text[p : p + n] + [0] * n)[:n]
+            keep = (0, 2, 1)[(self.rounds + row) % 3]
+            tokens[row] = torch.tensor([t if k < keep else (t + 1) % used for k, t in enumerate(right)])
+        self.rounds += 1
+        return proposal._replace(tokens=tokens)
+
+
+# ---------------------------------------------------------------- what every rank of a world checks
+
+
+def run_cases(rank: int, cases: list[Case]) -> None:
+    whole = Plan(tp=int(os.environ["WORLD_SIZE"]))
+    with torch.inference_mode(), world(whole, timeout=SHORT):
+        for case in cases:
+            mesh = Mesh.join(case.plan, timeout=SHORT)
+            for check in case.checks:
+                reference, model = case.model(), parallelize(case.model(), mesh)
+                start = sum(case.rows[: model.share.dp_index])
+                rows = range(start, start + case.rows[model.share.dp_index])
+                try:
+                    globals()[f"check_{check}"](reference, model, rows)
+                except Exception as error:
+                    raise AssertionError(f"{case.name}, {check}: {type(error).__name__}: {error}") from error
+
+
+def close(actual: Tensor, expected: Tensor) -> None:
+    error = relative_rms(actual, expected)
+    assert error < TOLERANCE, f"relative RMS error {error:.2g}"
+
+
+def prompts(rows: range) -> list[list[int]]:
+    return [random_ids(5 + 4 * (i % 3), seed=i).tolist() for i in rows]
+
+
+def check_forward(reference: Inkling, model: Inkling, rows: range) -> None:
+    """All logits; a batch of unequal rows."""
+    ids = random_ids(9, 23)[list(rows)]
+    mask = torch.arange(23) < torch.tensor([[23, 17, 4][i % 3] for i in rows])[:, None] if rows else None
+    for options in ({}, {"attention_mask": mask}):
+        if rows:
+            out = model(ids, **options)
+            close(out.logits, reference(ids, **options).logits)
+            assert out.logits.shape == (len(rows), 23, model.config.text.unpadded_vocab_size)
+        finish(model)
+
+
+def check_decode(reference: Inkling, model: Inkling, rows: range) -> None:
+    """A prompt in chunks, tokens one by one, a crop."""
+    if rows:
+        ids = random_ids(9, 23)[list(rows)]
+        ours, theirs = model.new_cache(len(rows)), reference.new_cache(len(rows))
+        for start, stop in ((0, 11), (11, 13), (13, 14), (14, 15), (15, 23)):
+            part = ids[:, start:stop]
+            close(model(part, cache=ours).logits, reference(part, cache=theirs).logits)
+        for cache in (ours, theirs):
+            cache.crop([20 - i for i in range(len(rows))])
+        close(model(ids[:, :2], cache=ours).logits, reference(ids[:, :2], cache=theirs).logits)
+        assert ours.num_bytes() < theirs.num_bytes() or model.mesh.tp.size == 1
+    finish(model)
+
+
+def check_pictures(reference: Inkling, model: Inkling, rows: range) -> None:
+    pixels = torch.rand(5, 8, 8, 3, generator=torch.Generator().manual_seed(1))
+    images = {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, 2, 1], [1, 1, 3]])}
+    ids = [[3, IMAGE, IMAGE, 5, 9, 30], [IMAGE, IMAGE, 7, IMAGE, 11, 2, 8, 21]]
+    for options in ({}, {"prefill_chunk": 5}):
+        expected = generation.generate(reference, ids, 5, **images, **options)
+        assert generate(model, ids, max_new_tokens=5, **images, **options).tokens == expected.tokens
+
+
+SETTINGS = (
+    {},
+    {"prefill_chunk": 4},
+    {"temperature": 0.9, "top_k": 5, "seed": 3},
+    {"temperature": 1.3, "top_p": 0.8, "seed": 4},
+    {"temperature": 2.0, "top_p": 0.999, "seed": 5},
+)
+
+
+def check_generate(reference: Inkling, model: Inkling, rows: range) -> None:
+    """Greedy and with candidates: the tokens of the single process."""
+    for options in SETTINGS:
+        if rows:
+            n = 6 + 2 * model.share.dp_index  # groups that end at different times
+            expected = generation.generate(reference, prompts(rows), n, **options).tokens
+            assert generate(model, prompts(rows), max_new_tokens=n, **options).tokens == expected, options
+        else:
+            assert generate(model, None) is None
+
+
+def check_speculative(reference: Inkling, model: Inkling, rows: range) -> None:
+    """Rejections in every round; the drafter sees what it sees on one process."""
+    if not rows:
+        generate(model, None)
+        return
+    expected = generation.generate(reference, prompts(rows), 9).tokens
+    texts = [prompt + tokens for prompt, tokens in zip(prompts(rows), expected, strict=True)]
+    alone, ours = Drafted(reference, texts), adopt(Drafted(model, texts))
+    alone.base_logits = lambda h: Drafter.base_logits(alone, h)
+    generation.generate(reference, prompts(rows), 9, drafter=alone)
+    result = generate(model, prompts(rows), max_new_tokens=9, drafter=ours)
+    assert result.tokens == expected
+    assert 0 < sum(result.stats.drafting.accepted) < sum(result.stats.drafting.checked)
+    assert all(torch.equal(a, b) for a, b in zip(ours.base, alone.base, strict=True))
