@@ -38,6 +38,16 @@ def with_state(
     return inputs[:, N - past :]
 
 
+def rolling_short_conv(
+    x: Float[Tensor, "B T C"],
+    state: Float[Tensor, "B N C"],
+    weight: Float[Tensor, "C 1 K"],
+    rejected: Int[Tensor, " B"] | None = None,
+) -> Float[Tensor, "B T C"]:
+    """`short_conv` of a decoding step: the inputs before it stand in `state`, which is updated: see `with_state`."""
+    return short_conv(with_state(x, weight.shape[-1] - 1, state, rejected), weight)
+
+
 def prepare_qkv(
     q: Float[Tensor, "B T Hd"],
     r: Float[Tensor, "B T HR"],
@@ -148,7 +158,7 @@ def philox(
 
 
 def uniform(V: int, seeds: Int[Tensor, " N"], positions: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
-    """Random numbers in (0, 1], float32, one for every token id: word id % 4 of counter (id // 4, position), key seed."""
+    """Float32 random numbers in (0, 1], one a token id: word id % 4 of counter (id // 4, position) under key seed."""
     mask = 0xFFFFFFFF
     groups = torch.arange(-(-V // 4), device=seeds.device)
     s, p = seeds[:, None], positions[:, None]

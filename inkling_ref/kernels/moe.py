@@ -21,8 +21,9 @@ import triton
 import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
-from . import prepared, require
+from . import INTERPRETED, LOG2E, prepared, require
 
 _FEW: int = 16  # rows up to which the router reads the float32 weight
 
@@ -56,33 +57,41 @@ def _logits(
 @no_type_check
 def _logits_few(
     h_ptr, w_ptr, out_ptr, N, E, h_n,
-    D: tl.constexpr, ROWS: tl.constexpr, EXPERTS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
+    D: tl.constexpr, ROWS: tl.constexpr, EXPERTS: tl.constexpr, STEP: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """All rows against a few experts, in float32; W is read once. Sums stay in the lanes until the end."""
+    """All rows against a few experts and a slice of the columns, in float32: one term of the sum in [slices, N, E]."""
     rows, experts = tl.arange(0, ROWS), tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
-    columns = tl.arange(0, STEP)
+    columns = tl.program_id(1) * STEP * STEPS + tl.arange(0, STEP)
     acc = tl.zeros([ROWS, EXPERTS, STEP], tl.float32)
-    for d0 in tl.range(0, D, STEP, num_stages=STAGES):
-        d = d0 + columns
+    for i in tl.static_range(STEPS):
+        d = columns + i * STEP
         inside = d[None, :] < D
         w = tl.load(w_ptr + experts[:, None] * D + d[None, :], mask=(experts[:, None] < E) & inside, other=0.0)
         h = tl.load(h_ptr + rows[:, None] * h_n + d[None, :], mask=(rows[:, None] < N) & inside, other=0.0)
-        acc += h.to(tl.float32)[:, None, :] * w.to(tl.float32)[None, :, :]
+        acc += h.to(tl.float32)[:, None, :] * w[None, :, :]
     mask = (rows[:, None] < N) & (experts[None, :] < E)
-    tl.store(out_ptr + rows[:, None] * E + experts[None, :], tl.sum(acc, 2), mask=mask)
+    out = (tl.program_id(1) * N + rows[:, None]) * E + experts[None, :]
+    tl.store(out_ptr + out, tl.sum(acc, 2), mask=mask)
 
 
 @triton.jit
 @no_type_check
 def _choose(
-    logit_ptr, bias_ptr, weight_ptr, id_ptr, E, route_scale,
-    k: tl.constexpr, PADDED_E: tl.constexpr, PADDED_K: tl.constexpr, NORMALIZE: tl.constexpr,
+    logit_ptr, bias_ptr, weight_ptr, id_ptr, N, E, route_scale,
+    SLICES: tl.constexpr, k: tl.constexpr, PADDED_E: tl.constexpr, PADDED_K: tl.constexpr, NORMALIZE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     experts, places = tl.arange(0, PADDED_E), tl.arange(0, PADDED_K)
     real = experts < E
+    bias = tl.load(bias_ptr + experts, mask=real, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
     logit = tl.load(logit_ptr + token * E + experts, mask=real, other=0.0)
-    score = tl.sigmoid(logit) + tl.load(bias_ptr + experts, mask=real, other=0.0).to(tl.float32)
+    for i in tl.static_range(1, SLICES):
+        logit += tl.load(logit_ptr + (i * N + token) * E + experts, mask=real, other=0.0)
+    weight = tl.sigmoid(logit)
+    score = weight + bias
     score = tl.where(score != score, float("inf"), score)  # NaN first, as a sort has it
     # Float bits in an order that integers share: negative numbers have their other bits turned over.
     bits = score.to(tl.int32, bitcast=True)
@@ -95,8 +104,7 @@ def _choose(
         best = tl.max(order, 0)
         order = tl.where(order == best, lowest, order)
         ids = tl.where(places == i, PADDED_E - 1 - (best & 0xFFFFFFFF).to(tl.int32), ids)
-    chosen = tl.load(logit_ptr + token * E + ids)
-    chosen = tl.where(places < k, tl.sigmoid(chosen), 0.0)
+    chosen = tl.where(places < k, tl.gather(weight, ids, 0), 0.0)
     if NORMALIZE:
         chosen = chosen / (tl.sum(chosen, 0) + 1e-20)
     tl.store(weight_ptr + token * k + places, chosen * route_scale, mask=places < k)
@@ -134,51 +142,86 @@ def route(
     require("route", h, weight, bias)
     (N, D), E = h.shape, weight.shape[0]
     h, bias = h if h.stride(1) == 1 else h.contiguous(), bias.contiguous()
-    logits = torch.empty(N, E, dtype=torch.float32, device=h.device)
-    if N <= _FEW:
-        experts = 2
-        _logits_few[(triton.cdiv(E, experts),)](
+    few = N <= _FEW
+    experts, step, steps = (4, 128, 4) if few else (128, 0, 0)
+    slices = triton.cdiv(D, step * steps) if few else 1
+    logits = torch.empty(slices, N, E, dtype=torch.float32, device=h.device)
+    if few:
+        _logits_few[(triton.cdiv(E, experts), slices)](
             h, prepared(weight, _one_term), logits, N, E, h.stride(0), D=D, ROWS=triton.next_power_of_2(N),
-            EXPERTS=experts, STEP=min(512, triton.next_power_of_2(D)), STAGES=4, num_warps=4,
+            EXPERTS=experts, STEP=step, STEPS=steps, num_warps=4,
         )  # fmt: skip
     else:
         terms = prepared(weight, bfloat16_terms if h.dtype == torch.bfloat16 else _one_term)
         if h.dtype != torch.bfloat16:
             h = h.float()
-        rows, experts = 128, 128
+        rows = 128
         _logits[(triton.cdiv(E, experts), triton.cdiv(N, rows))](
-            h, terms, logits, N, E, h.stride(0), D=D, TERMS=len(terms), ROWS=rows, EXPERTS=experts, STEP=64,
-            STAGES=3, num_warps=8,
+            h, terms, logits, N, E, h.stride(0), D=D, TERMS=len(terms), ROWS=rows, EXPERTS=experts,
+            STEP=128 // h.element_size(), STAGES=3, num_warps=8,
         )  # fmt: skip
     weights = torch.empty(N, k, dtype=torch.float32, device=h.device)
     ids = torch.empty(N, k, dtype=torch.int64, device=h.device)
     _choose[(N,)](
-        logits, bias, weights, ids, E, scale, k=k, PADDED_E=triton.next_power_of_2(E),
-        PADDED_K=triton.next_power_of_2(k), NORMALIZE=normalize, num_warps=1,
+        logits, bias, weights, ids, N, E, scale, SLICES=slices, k=k, PADDED_E=triton.next_power_of_2(E),
+        PADDED_K=triton.next_power_of_2(k), NORMALIZE=normalize, PDL=not INTERPRETED, num_warps=1,
+        launch_pdl=not INTERPRETED,
     )  # fmt: skip
     return weights, ids
 
 
 @triton.jit
 @no_type_check
-def _tanh(x):
-    e = tl.exp(-2 * tl.abs(x))
-    far = (1 - e) / (1 + e)
-    far = tl.where(x < 0, -far, far)
-    x2 = x * x
-    near = x * (1 - x2 * (1 / 3 - x2 * (2 / 15 - x2 * (17 / 315))))
-    return tl.where(tl.abs(x) < 0.1, near, far)
+def _exp2(x, APPROX: tl.constexpr):
+    """Without the scaling around the hardware's instruction that keeps results below 2^-126."""
+    if APPROX:
+        y = tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+    else:
+        y = tl.exp2(x)
+    return y
 
 
 @triton.jit
 @no_type_check
-def _softcapped_swiglu(x_ptr, out_ptr, total, gate_cap, up_cap, BLOCK: tl.constexpr):
-    pairs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    both = tl.program_id(0).to(tl.int64) * (2 * BLOCK) + tl.arange(0, 2 * BLOCK)
-    x = tl.load(x_ptr + both, mask=both < 2 * total, other=0.0).to(tl.float32)
+def _reciprocal(x, APPROX: tl.constexpr):
+    if APPROX:
+        y = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+    else:
+        y = 1 / x
+    return y
+
+
+@triton.jit
+@no_type_check
+def _tanh_fraction(x, NEAR: tl.constexpr, LOG2E: tl.constexpr, APPROX: tl.constexpr):
+    """2 (1 - e) and 1 + e, e = exp(-|x|): twice tanh |x/2| as a fraction. Near zero, where 1 - e cancels, x (1 + e)."""
+    x = tl.abs(x)
+    e = _exp2(x * -LOG2E, APPROX)
+    near = x * (1 + e)
+    if NEAR > 0.1:
+        x2 = x * x
+        near *= 1 - x2 * (1 / 12 - x2 * (1 / 120 - x2 * (17 / 20160)))
+    return tl.where(x < NEAR, near, 2 - 2 * e), 1 + e
+
+
+@triton.jit
+@no_type_check
+def _softcapped_swiglu(
+    x_ptr, out_ptr, total, gate_rate, up_rate, quarter,
+    BLOCK: tl.constexpr, NEAR: tl.constexpr, LOG2E: tl.constexpr, APPROX: tl.constexpr,
+):  # fmt: skip
+    """Three quotients over one denominator: a division costs more here than the bytes of its operands."""
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    both, pairs = tl.arange(0, 2 * BLOCK), tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + 2 * start + both, mask=both < 2 * (total - start), other=0.0).to(tl.float32)
     g, u = tl.split(tl.reshape(x, [BLOCK, 2]))
-    y = gate_cap * _tanh(g / gate_cap) * tl.sigmoid(g) * (up_cap * _tanh(u / up_cap))
-    tl.store(out_ptr + pairs, y.to(out_ptr.dtype.element_ty), mask=pairs < total)
+    top_g, below_g = _tanh_fraction(g * gate_rate, NEAR, LOG2E, APPROX)
+    top_u, below_u = _tanh_fraction(u * up_rate, NEAR, LOG2E, APPROX)
+    below = below_g * below_u * (1 + _exp2(g * -LOG2E, APPROX))
+    y = quarter * top_g * top_u * _reciprocal(below, APPROX)
+    sign = (g.to(tl.int32, bitcast=True) ^ u.to(tl.int32, bitcast=True)) & -0x80000000
+    y = (y.to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
+    tl.store(out_ptr + start + pairs, y.to(out_ptr.dtype.element_ty), mask=pairs < total - start)
 
 
 def softcapped_swiglu(gate_up: Float[Tensor, "N rows"], gate_cap: float, up_cap: float) -> Float[Tensor, "N I"]:
@@ -190,8 +233,9 @@ def softcapped_swiglu(gate_up: Float[Tensor, "N rows"], gate_cap: float, up_cap:
     require("softcapped_swiglu", gate_up)
     gate_up = gate_up.contiguous()
     out = torch.empty(len(gate_up), gate_up.shape[1] // 2, dtype=gate_up.dtype, device=gate_up.device)
-    block = 1024
-    _softcapped_swiglu[(triton.cdiv(out.numel(), block),)](
-        gate_up, out, out.numel(), float(gate_cap), float(up_cap), BLOCK=block, num_warps=4
-    )
+    warps = 4
+    _softcapped_swiglu[(triton.cdiv(out.numel(), 128 * warps),)](
+        gate_up, out, out.numel(), 2 / gate_cap, 2 / up_cap, gate_cap * up_cap / 4, BLOCK=128 * warps,
+        NEAR=0.25 if out.dtype == torch.float32 else 0.016, LOG2E=LOG2E, APPROX=not INTERPRETED, num_warps=warps,
+    )  # fmt: skip
     return out

@@ -1,0 +1,112 @@
+r"""The sequential part of a draft: the RNN head's state, its correction of the logits, the choice of a token.
+
+Two kernels a token. The first, over r channels, finds the token that was chosen before, looks up its embedding e and
+updates the state (equations in `dspark`); the share of h in W_J is one product for all tokens, before the loop. The
+second is the logits head's own (`head`): W_2 tanh(o) + U, a tile of the vocabulary a program, and the best of all.
+
+What limits it are the bytes of W_2, 103 MB a token. Programmatic launches keep them coming: a kernel starts while the
+one before it runs out, and reads its first weights before it waits for that one's result. Every other token walks the
+vocabulary backwards, so that what the L2 cache still holds of W_2 is read first.
+"""
+
+from typing import no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn import functional as F
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ..dspark import MarkovHead
+from ..errors import InputError
+from . import INTERPRETED, require
+from .head import _best_token, softcapped
+
+_CHANNELS: int = 8  # of a program of the state's kernel
+
+
+@triton.jit
+@no_type_check
+def _next_state(
+    j_ptr, share_ptr, w1_ptr, token_ptr, s_ptr, u_ptr, best_ptr, k, B, n, r, j_n,
+    R: tl.constexpr, CHANNELS: tl.constexpr, FIRST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Some channels of s_k and tanh(o) of one row, in [n, B, r]; best[k] is reset for the kernel that follows."""
+    row, columns = tl.program_id(1), tl.arange(0, R)
+    channels = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    if PDL:
+        gdc_launch_dependents()
+    mask = (channels[:, None] < r) & (columns[None, :] < r)
+    at = j_ptr + channels[:, None] * j_n + columns[None, :]
+    a_s, a_e = tl.load(at, mask=mask, other=0.0), tl.load(at + r, mask=mask, other=0.0)
+    at += r * j_n
+    b_s, b_e = tl.load(at, mask=mask, other=0.0), tl.load(at + r, mask=mask, other=0.0)
+    at += r * j_n
+    o_s, o_e = tl.load(at, mask=mask, other=0.0), tl.load(at + r, mask=mask, other=0.0)
+    if PDL:
+        gdc_wait()
+    token = tl.load(token_ptr + row).to(tl.int64) & 0xFFFFFFFF  # best of the token before packs a score above its id
+    e = tl.load(w1_ptr + token * r + columns, mask=columns < r, other=0.0).to(tl.float32)[None, :]
+    own = channels < r
+    share = share_ptr + (row * n + k) * 3 * r + channels
+    a = tl.load(share, mask=own, other=0.0).to(tl.float32)
+    b = tl.load(share + r, mask=own, other=0.0).to(tl.float32)
+    o = tl.load(share + 2 * r, mask=own, other=0.0).to(tl.float32)
+    a_in, b_in, o_in = a_e.to(tl.float32) * e, b_e.to(tl.float32) * e, o_e.to(tl.float32) * e
+    old = tl.zeros([CHANNELS], tl.float32)
+    if not FIRST:  # s_0 = 0
+        before = s_ptr + ((k - 1) * B + row) * r
+        s = tl.load(before + columns, mask=columns < r, other=0.0)[None, :]
+        old = tl.load(before + channels, mask=own, other=0.0)
+        a_in += a_s.to(tl.float32) * s
+        b_in += b_s.to(tl.float32) * s
+        o_in += o_s.to(tl.float32) * s
+    f = tl.sigmoid(a + tl.sum(a_in, 1))
+    out = (k * B + row) * r + channels
+    tl.store(s_ptr + out, f * old + (1 - f) * softcapped(b + tl.sum(b_in, 1), 1.0), mask=own)
+    u = softcapped(o + tl.sum(o_in, 1), 1.0)
+    tl.store(u_ptr + out, u.to(u_ptr.dtype.element_ty), mask=own)
+    tl.store(best_ptr + k * B + row, 0x7FFFFFFFFFFFFFFF, mask=tl.program_id(0) == 0)
+
+
+def draft_rnn(
+    head: MarkovHead,
+    h: Float[Tensor, "B n D"],
+    base: Float[Tensor, "B n V"],
+    anchors: Int[Tensor, " B"],
+    temperature: float = 0.0,
+    seeds: Int[Tensor, " B"] | None = None,
+    positions: Int[Tensor, "B n"] | None = None,
+) -> Int[Tensor, "B n"]:
+    """Twin of `fused.draft_rnn`, in 2 n launches and two around them.
+
+    Raises:
+        InputError: for another kind of head; see `require`.
+    """
+    if head.kind != "rnn":
+        raise InputError(f"triton draft_rnn: a head of kind {head.kind!r}, expected 'rnn'")
+    w1, w2, joint = head.markov_w1.weight, head.markov_w2.weight, head.joint_proj
+    require("draft_rnn", h, base, w1, w2, joint.weight)
+    (B, n, V), r = base.shape, w1.shape[1]
+    share, base = F.linear(h, joint.weight[:, 2 * r :], joint.bias), base.contiguous()
+    s = torch.empty(n, B, r, dtype=torch.float32, device=h.device)
+    u = torch.empty(n, B, r, dtype=w2.dtype, device=h.device)
+    best = torch.empty(n, B, dtype=torch.int64, device=h.device)
+    R, rows = triton.next_power_of_2(r), min(64, max(16, triton.next_power_of_2(B)))
+    ids, step = (128, max(16, R)) if w2.element_size() == 2 else (64, 32)
+    positions = None if positions is None else positions.t().contiguous()
+    for k in range(n):
+        _next_state[(triton.cdiv(r, _CHANNELS), B)](
+            joint.weight, share, w1, best[k - 1] if k else anchors, s, u, best, k, B, n, r, joint.weight.stride(0),
+            R=R, CHANNELS=_CHANNELS, FIRST=k == 0, PDL=not INTERPRETED, num_warps=4,
+            launch_pdl=k > 0 and not INTERPRETED,
+        )  # fmt: skip
+        _best_token[(triton.cdiv(V, ids), triton.cdiv(B, rows))](
+            u[k], w2, base[:, k], best[k], seeds, None if positions is None else positions[k], B, V, r, n * V, 0.0,
+            min(1 / temperature, 1e36) if temperature else 0.0, k % 2, D=r, STEP=step, IDS=ids, ROWS=rows,
+            HAS_BASE=True, HAS_CAP=False, SAMPLE=temperature > 0, STAGES=3, PDL=not INTERPRETED, num_warps=4,
+            launch_pdl=not INTERPRETED,
+        )  # fmt: skip
+    return (best & 0xFFFFFFFF).t()
