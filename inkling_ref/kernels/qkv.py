@@ -8,8 +8,6 @@ have one warp and one of four roles: rows of queries, rows of relative states, a
 or of values. A vector of d numbers lies across 16 lanes, 8 numbers (16 bytes) each: its norm takes four exchanges.
 """
 
-# ruff: noqa: RUF005 (Triton joins tuples with +, and does not know *)
-
 import math
 from typing import NamedTuple, no_type_check
 
@@ -21,6 +19,7 @@ from torch import Tensor
 
 from ..errors import InputError
 from . import INTERPRETED, prepared, require
+from .short_conv import convolve, load_rows, load_taps, roll_state, token_major
 
 
 class Tile(NamedTuple):
@@ -60,7 +59,7 @@ def _clipped(
 @no_type_check
 def _convolved(
     x_ptr, tap_ptr, dynamic_ptr, state_ptr, document_ptr, cache_ptr, table_ptr, part, start, T, slot0, rejected,
-    x_t, tap_c, tap_j, dynamic_t, state_n, cache_p, cache_g, cache_s, scale, limit,
+    x_t, tap_j, dynamic_t, state_n, cache_p, cache_g, cache_s, scale, limit,
     G: tl.constexpr, d: tl.constexpr, K: tl.constexpr, N: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
     WIDTH: tl.constexpr, VALUE: tl.constexpr, DYNAMIC: tl.constexpr, DOCUMENTS: tl.constexpr, ROLL: tl.constexpr,
     PAGE: tl.constexpr,
@@ -74,46 +73,21 @@ def _convolved(
         inside = inside & (g < G)
     if d != WIDTH:
         inside = inside & (e < d)
-    taps, rows, kept = (), (), ()
-    x_row = x_ptr + start.to(tl.int64) * x_t + c
-    for i in tl.static_range(TOKENS + K - 1):
-        t = start + i - (K - 1)
-        u = tl.load(x_row + (i - (K - 1)) * x_t, mask=inside & (t >= 0) & (t < T), other=0.0)
-        if N > 0 and i < K - 1:
-            n = N - rejected + t
-            u = tl.where(t < 0, tl.load(state_ptr + n * state_n + c, mask=inside & (t < 0) & (n >= 0), other=0.0), u)
-        rows = rows + (u,)
-    for j in tl.static_range(K):
-        tap = tl.load(tap_ptr + c * tap_c + j * tap_j, mask=inside, other=0.0).to(tl.float32)
-        taps = taps + ((tap + 1.0 if j == 0 else tap) * scale,)  # the convolution's own residual is one more tap 0
-    if ROLL:  # this run is the whole call: its inputs join the state, whose older rows move up
-        for n in tl.static_range(N):
-            t = n + T - N
-            new = tl.load(x_ptr + t.to(tl.int64) * x_t + c, mask=inside & (t >= 0), other=0.0)
-            old = inside & (t < 0) & (n + T - rejected >= 0)
-            kept = kept + (
-                tl.where(t < 0, tl.load(state_ptr + (n + T - rejected) * state_n + c, mask=old, other=0.0), new),
-            )
-        for n in tl.static_range(N):
-            tl.store(state_ptr + n * state_n + c, kept[n], mask=inside)
+    x, state = x_ptr + c, state_ptr + c
+    rows = load_rows(x, state, x_t, state_n, start, 0, T, rejected, inside, K, N, TOKENS)
+    taps = load_taps(tap_ptr + c, tap_j, scale, inside, K)
+    if ROLL:  # this run is the whole call
+        roll_state(x, state, x_t, state_n, T, rejected, inside, N)
     for i in tl.static_range(TOKENS):
         t = start + i
-        y = tl.zeros([HEADS, WIDTH], tl.float32)
+        live = t < T
+        position = 0
         if DOCUMENTS:
-            position = tl.load(document_ptr + t, mask=t < T, other=0)
-        for j in tl.static_range(K):
-            tap = taps[j]
-            if DYNAMIC:  # one number for a whole head
-                more_ptr = dynamic_ptr + t.to(tl.int64) * dynamic_t + part * (HEADS * K) + j
-                more = tl.load(more_ptr, mask=t < T, other=0.0).to(tl.float32)
-                for m in tl.static_range(1, HEADS):
-                    other = tl.load(more_ptr + m * K, mask=(t < T) & (part * HEADS + m < G), other=0.0)
-                    more = tl.where(head == m, other.to(tl.float32), more)
-                tap += more * scale
-            u = rows[i + K - 1 - j].to(tl.float32)
-            if DOCUMENTS:  # a tap that reaches before its document's start reads zero
-                u = tl.where(position >= j, u, 0.0)
-            y += tap * u
+            position = tl.load(document_ptr + t, mask=live, other=0)
+        dynamic = dynamic_ptr + t.to(tl.int64) * dynamic_t + part * (HEADS * K)
+        y = convolve(
+            rows, taps, dynamic, position, head, G - part * HEADS, live, scale, i, K, HEADS, DYNAMIC, DOCUMENTS
+        )  # fmt: skip
         square = tl.sum(y * y, 1)
         if VALUE:
             factor = tl.rsqrt(square / d + limit)
@@ -121,12 +95,12 @@ def _convolved(
             factor = tl.minimum(limit / (tl.sqrt(square) + 1e-6), 1.0)
         slot = (slot0 + t).to(tl.int64)
         if PAGE > 0:
-            page = tl.load(table_ptr + slot // PAGE, mask=t < T, other=0).to(tl.int64)
+            page = tl.load(table_ptr + slot // PAGE, mask=live, other=0).to(tl.int64)
             slot = page * cache_p + slot % PAGE * cache_s
         else:
             slot = slot * cache_s
         out = cache_ptr + slot + g.to(tl.int64) * cache_g + e
-        tl.store(out, (y * factor[:, None]).to(cache_ptr.dtype.element_ty), mask=inside & (t < T))
+        tl.store(out, (y * factor[:, None]).to(cache_ptr.dtype.element_ty), mask=inside & live)
 
 
 @triton.jit(do_not_specialize=["T", "clipped_rows", "clipped_states", "runs"])
@@ -135,7 +109,7 @@ def _prepare(
     q_ptr, r_ptr, k_ptr, v_ptr, q_scale_ptr, r_scale_ptr, k_tap_ptr, v_tap_ptr, k_dynamic_ptr, v_dynamic_ptr,
     key_ptr, value_ptr, length_ptr, table_ptr, state_ptr, rejected_ptr, position_ptr, document_ptr,
     q_out_ptr, r_out_ptr, T, clipped_rows, clipped_states, runs,
-    q_b, q_t, r_b, r_t, k_b, k_t, v_b, v_t, tap_c, tap_j, k_dynamic_b, k_dynamic_t, v_dynamic_b, v_dynamic_t,
+    q_b, q_t, r_b, r_t, k_b, k_t, v_b, v_t, tap_j, k_dynamic_b, k_dynamic_t, v_dynamic_b, v_dynamic_t,
     key_b, key_g, key_s, value_b, value_g, value_s, table_b, state_b, state_n, position_b, document_b,
     qk_threshold, r_threshold, eps, floor, alpha, conv_scale,
     H: tl.constexpr, G: tl.constexpr, d: tl.constexpr, R: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
@@ -163,14 +137,14 @@ def _prepare(
             _convolved(
                 k_ptr + b * k_b, k_tap_ptr, k_dynamic_ptr + b * k_dynamic_b, state_ptr + b * state_b,
                 document_ptr + b * document_b, key_base, table_ptr + b * table_b, part, start, T, slot0, rejected,
-                k_t, tap_c, tap_j, k_dynamic_t, state_n, key_b, key_g, key_s, conv_scale, qk_threshold,
+                k_t, tap_j, k_dynamic_t, state_n, key_b, key_g, key_s, conv_scale, qk_threshold,
                 G, d, K, N, TOKENS, HEADS, WIDTH, False, DYNAMIC, DOCUMENTS, ROLL, PAGE,
             )  # fmt: skip
         else:
             _convolved(
                 v_ptr + b * v_b, v_tap_ptr, v_dynamic_ptr + b * v_dynamic_b, state_ptr + b * state_b + G * d,
                 document_ptr + b * document_b, value_base, table_ptr + b * table_b, part - PARTS, start, T, slot0,
-                rejected, v_t, tap_c, tap_j, v_dynamic_t, state_n, value_b, value_g, value_s, conv_scale, eps,
+                rejected, v_t, tap_j, v_dynamic_t, state_n, value_b, value_g, value_s, conv_scale, eps,
                 G, d, K, N, TOKENS, HEADS, WIDTH, True, DYNAMIC, DOCUMENTS, ROLL, PAGE,
             )  # fmt: skip
     elif role < 2 * PARTS * runs + clipped_rows:
@@ -191,10 +165,6 @@ def choose_tile(tokens: int, heads: int, width: int) -> Tile:
     if tokens > 16:
         return Tile(16, 8, pair)
     return Tile(4, triton.next_power_of_2(tokens), 1)
-
-
-def _token_major(weight: Float[Tensor, "C 1 K"]) -> Float[Tensor, "K C"]:
-    return weight[:, 0].t().contiguous()
 
 
 def prepare_qkv(
@@ -238,13 +208,11 @@ def prepare_qkv(
     dynamic = k_dynamic is not None
     if dynamic:
         K = len(k_taps)
-        tap_strides, terms = k_taps.stride(), 2 * K + 1
-        tap_strides = tap_strides[1], tap_strides[0]
+        k_taps, v_taps = k_taps.contiguous(), v_taps.contiguous()
         k_dynamic, v_dynamic = (u if u.stride()[2:] == (K, 1) else u.contiguous() for u in (k_dynamic, v_dynamic))
     else:
         K = k_taps.shape[2]
-        k_taps, v_taps = (prepared(w, _token_major)[K - 1 :] for w in (k_taps, v_taps))
-        tap_strides, terms = (1, -G * d), K + 1
+        k_taps, v_taps = (prepared(w, token_major) for w in (k_taps, v_taps))
         k_dynamic = v_dynamic = q  # not read
     roll = state is not None and tile.tokens >= T
     if state is not None and not roll and N > T:
@@ -264,12 +232,13 @@ def prepare_qkv(
         keys, values, lengths, table if page else q, state if N else q, rejected,
         positions if log_scaling else q, document_position if document_position is not None else q,
         q_out, r_out, T, clipped_rows, clipped_states, runs,
-        *q.stride()[:2], *r.stride()[:2], *k.stride()[:2], *v.stride()[:2], *tap_strides,
+        *q.stride()[:2], *r.stride()[:2], *k.stride()[:2], *v.stride()[:2], G * d,
         *(k_dynamic.stride()[:2] + v_dynamic.stride()[:2] if dynamic else (0, 0, 0, 0)),
-        *keys.stride()[:3], *values.stride()[:3], table.stride(0) if page else 0, *(state.stride()[:2] if N else (0, 0)),
+        *keys.stride()[:3], *values.stride()[:3], table.stride(0) if page else 0,
+        *(state.stride()[:2] if N else (0, 0)),
         0 if not log_scaling or len(positions) == 1 else positions.stride(0),
         0 if document_position is None else document_position.stride(0),
-        qk_threshold, r_threshold, eps, floor, alpha, 1 / math.sqrt(terms),
+        qk_threshold, r_threshold, eps, floor, alpha, 1 / math.sqrt(2 * K + 1 if dynamic else K + 1),
         H=H, G=G, d=d, R=R, K=K, N=N, ROWS=tile.rows, TOKENS=tile.tokens, HEADS=tile.heads, WIDTH=width,
         R_WIDTH=r_width, R_ROWS=r_rows, LOG=log_scaling is not None, DYNAMIC=dynamic,
         DOCUMENTS=document_position is not None, ROLL=roll, LENGTHS=lengths is not None,

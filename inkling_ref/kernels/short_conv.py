@@ -2,9 +2,9 @@ r"""Short convolutions, static and dynamic taps, prefill and decoding: a run of 
 
 $$ y_t = \Big( \sum_{j=0}^{K-1} \mathrm{tap}_j \, u_{t-j} + u_t \Big) \, \mathrm{scale} $$
 
-A thread keeps its channels and walks along the tokens: every row is loaded once and serves K outputs, from registers.
-The K - 1 rows before a run are the neighbour's too, and come from the cache. The dynamic part of a tap is one number
-for a whole head, and adds 2 G K bytes a token.
+A thread keeps its channels, 8 of them (16 bytes), and walks along the tokens: every row is loaded once and serves K
+outputs, from registers. The K - 1 rows before a run are the neighbour's too, or come from a state. The dynamic part of
+a tap is one number for a whole head. The functions below are also the convolutions of `kernels.qkv`.
 """
 
 # ruff: noqa: RUF005 (Triton joins tuples with +, and does not know *)
@@ -18,72 +18,164 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from . import require
+from ..errors import InputError
+from . import INTERPRETED, prepared, require
 
 _TOKENS: int = 16  # a program's run
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit
+@no_type_check
+def load_rows(
+    x_ptr, state_ptr, x_t, state_n, start, first, T, rejected, inside,
+    K: tl.constexpr, N: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """The K - 1 rows before a run and its own: of x from token `first` on, before it of a state of N rows, or zeros."""
+    rows = ()
+    for i in tl.static_range(TOKENS + K - 1):
+        t = start + i - (K - 1)
+        row = tl.load(x_ptr + t.to(tl.int64) * x_t, mask=inside & (t >= first) & (t < T), other=0.0)
+        if N > 0 and i < K - 1:
+            n = N - rejected + t
+            old = tl.load(state_ptr + n * state_n, mask=inside & (t < 0) & (n >= 0), other=0.0)
+            row = tl.where(t < 0, old, row)
+        rows = rows + (row,)
+    return rows
+
+
+@triton.jit
+@no_type_check
+def load_taps(tap_ptr, tap_j, scale, inside, K: tl.constexpr):
+    """All K taps times the scale; the convolution's own residual is one more tap 0."""
+    taps = ()
+    for j in tl.static_range(K):
+        tap = tl.load(tap_ptr + j * tap_j, mask=inside, other=0.0).to(tl.float32)
+        taps = taps + ((tap + 1.0 if j == 0 else tap) * scale,)
+    return taps
+
+
+@triton.jit
+@no_type_check
+def roll_state(x_ptr, state_ptr, x_t, state_n, T, rejected, inside, N: tl.constexpr):
+    """The T <= N inputs of this call join the state, older rows move up; one thread has all rows of its channels."""
+    kept = ()
+    for n in tl.static_range(N):
+        t = n + T - N  # of x; below 0 a row of the state stays
+        new = tl.load(x_ptr + t.to(tl.int64) * x_t, mask=inside & (t >= 0), other=0.0)
+        place = n + T - rejected
+        old = tl.load(state_ptr + place * state_n, mask=inside & (t < 0) & (place >= 0), other=0.0)
+        kept = kept + (tl.where(t < 0, old, new),)
+    for n in tl.static_range(N):
+        tl.store(state_ptr + n * state_n, kept[n], mask=inside)
+
+
+@triton.jit
+@no_type_check
+def convolve(
+    rows, taps, dynamic_ptr, position, head, heads, live, scale,
+    I: tl.constexpr, K: tl.constexpr, HEADS: tl.constexpr, DYNAMIC: tl.constexpr, DOCUMENTS: tl.constexpr,
+):  # fmt: skip
+    """Output I of a run, in float32; `dynamic_ptr` leads to the token's K taps of the first of the program's heads."""
+    y = tl.zeros(taps[0].shape, tl.float32)
+    for j in tl.static_range(K):
+        tap = taps[j]
+        if DYNAMIC:
+            more = tl.load(dynamic_ptr + j, mask=live, other=0.0).to(tl.float32)
+            for m in tl.static_range(1, HEADS):
+                other = tl.load(dynamic_ptr + m * K + j, mask=live & (m < heads), other=0.0).to(tl.float32)
+                more = tl.where(head == m, other, more)
+            tap += more * scale
+        u = rows[I + K - 1 - j].to(tl.float32)
+        if DOCUMENTS:  # a tap that reaches before its document's start reads zero
+            u = tl.where(position >= j, u, 0.0)
+        y += tap * u
+    return y
+
+
+@triton.jit(do_not_specialize=["T", "first"])
 @no_type_check
 def _convolve(
-    u_ptr, tap_ptr, dynamic_ptr, position_ptr, out_ptr, T, C, u_b, u_t, tap_c, tap_j, dynamic_b, dynamic_t, scale,
-    K: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, DYNAMIC: tl.constexpr,
-    DOCUMENTS: tl.constexpr,
+    x_ptr, tap_ptr, dynamic_ptr, position_ptr, state_ptr, rejected_ptr, out_ptr, T, first, C, x_b, x_t, tap_j,
+    dynamic_b, dynamic_t, state_b, state_n, scale,
+    K: tl.constexpr, N: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, EVEN: tl.constexpr, DYNAMIC: tl.constexpr, DOCUMENTS: tl.constexpr, ROLL: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    part = tl.program_id(0)  # of WIDTH channels: with dynamic taps, a head
+    if DEPENDENT:  # launched before the kernel in front of it has ended
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    part = tl.program_id(0) * HEADS
     start = tl.program_id(1) * TOKENS
     b = tl.program_id(2).to(tl.int64)
-    c = part * WIDTH + tl.arange(0, CHANNELS)
-    limit = tl.minimum(C, (part + 1) * WIDTH)
-    inside = c < limit
-    taps, rows = (), ()
-    for j in tl.static_range(K):
-        tap = tl.load(tap_ptr + c * tap_c + j * tap_j, mask=inside, other=0.0).to(tl.float32)
-        tap = tap + 1.0 if j == 0 else tap  # the convolution's own residual is one more tap 0
-        taps = taps + (tap * scale,)
-    u_row = u_ptr + b * u_b + start.to(tl.int64) * u_t + c
-    for i in tl.static_range(TOKENS + K - 1):
-        live = c < tl.where(start + i < T + K - 1, limit, 0)
-        rows = rows + (tl.load(u_row + i * u_t, mask=live, other=0.0).to(tl.float32),)
-    out_row = out_ptr + (b * T + start) * C + c
+    head, e = tl.arange(0, HEADS)[:, None], tl.arange(0, BLOCK)[None, :]
+    c = (part + head) * WIDTH + e
+    inside = tl.full([HEADS, BLOCK], True, tl.int1)
+    if not EVEN:
+        inside = inside & (e < WIDTH) & (c < C)
+    rejected = 0
+    if rejected_ptr is not None:
+        rejected = tl.load(rejected_ptr + b).to(tl.int32)
+    x = x_ptr + b * x_b + c
+    state = x
+    if N > 0:
+        state = state_ptr + b * state_b + c
+    rows = load_rows(x, state, x_t, state_n, start, first, T, rejected, inside, K, N, TOKENS)
+    taps = load_taps(tap_ptr + c, tap_j, scale, inside, K)
+    if ROLL:
+        roll_state(x, state, x_t, state_n, T, rejected, inside, N)
     for i in tl.static_range(TOKENS):
         t = start + i
+        live = t < T
+        position = 0
         if DOCUMENTS:
-            position = tl.load(position_ptr + b * T + t, mask=t < T, other=0)
-        y = tl.zeros([CHANNELS], tl.float32)
-        for j in tl.static_range(K):
-            tap = taps[j]
-            if DYNAMIC:
-                dynamic = dynamic_ptr + b * dynamic_b + t.to(tl.int64) * dynamic_t + part * K + j
-                tap += scale * tl.load(dynamic, mask=t < T, other=0.0).to(tl.float32)
-            u = rows[i + K - 1 - j]
-            if DOCUMENTS:  # a tap that reaches before its document's start reads zero
-                u = tl.where(position >= j, u, 0.0)
-            y += tap * u
-        tl.store(out_row + i * C, y.to(out_ptr.dtype.element_ty), mask=c < tl.where(t < T, limit, 0))
+            position = tl.load(position_ptr + b * T + t, mask=live, other=0)
+        dynamic = tap_ptr
+        if DYNAMIC:
+            dynamic = dynamic_ptr + b * dynamic_b + t.to(tl.int64) * dynamic_t + part * K
+        y = convolve(
+            rows, taps, dynamic, position, head, tl.cdiv(C, WIDTH) - part, live, scale, i, K, HEADS, DYNAMIC, DOCUMENTS
+        )
+        tl.store(out_ptr + (b * T + t) * C + c, y.to(out_ptr.dtype.element_ty), mask=inside & live)
+
+
+def token_major(weight: Float[Tensor, "C 1 K"]) -> Float[Tensor, "K C"]:
+    """Static taps, the current token's first, the channels of one tap adjacent."""
+    return weight[:, 0].t().flip(0).contiguous()
 
 
 def _launch(
-    u: Tensor, K: int, taps: Tensor, strides: tuple[int, int], dynamic: Tensor | None, document_position: Tensor | None
+    x: Float[Tensor, "B T C"],
+    first: int,
+    taps: Float[Tensor, "K C"],
+    dynamic: Float[Tensor, "B T G K"] | None = None,
+    document_position: Int[Tensor, "B T"] | None = None,
+    state: Float[Tensor, "B N C"] | None = None,
+    rejected: Int[Tensor, " B"] | None = None,
 ) -> Float[Tensor, "B T C"]:
-    """`taps` begins at the current token's tap of channel 0; `strides` lead to the next channel and one token back."""
-    B, S, C = u.shape
-    T = S - K + 1
-    u = u if u.stride(2) == 1 else u.contiguous()
-    document_position = None if document_position is None else document_position.contiguous()
-    out = torch.empty(B, T, C, dtype=u.dtype, device=u.device)
-    tokens, width = min(_TOKENS, triton.next_power_of_2(T)), min(512, triton.next_power_of_2(C))
-    heads, terms = 1, K + 1
-    if dynamic is not None:
-        heads, terms = dynamic.shape[2], 2 * K + 1
-        width = C // heads
-    channels = triton.next_power_of_2(width)
-    _convolve[(triton.cdiv(C, width), triton.cdiv(T, tokens), B)](
-        u, taps, dynamic, document_position, out, T, C, *u.stride()[:2], *strides, T * heads * K, heads * K,
+    """`x` may be read from token `first` <= 0 on; `taps` begin with the current token's."""
+    (B, T, C), K = x.shape, len(taps)
+    N = 0 if state is None else state.shape[1]
+    tokens = min(_TOKENS, triton.next_power_of_2(T))
+    if dynamic is None:
+        width = min(512 if T > 1 else 128, triton.next_power_of_2(C))
+        heads, terms = 1, K + 1
+    else:
+        width = C // dynamic.shape[2]
+        heads, terms = 2 if dynamic.shape[2] % 2 == 0 and width <= 128 else 1, 2 * K + 1
+    block = triton.next_power_of_2(width)
+    roll = N > 0 and tokens >= T
+    out = torch.empty(B, T, C, dtype=x.dtype, device=x.device)
+    _convolve[(triton.cdiv(C, width * heads), triton.cdiv(T, tokens), B)](
+        x, taps, dynamic, document_position, state, rejected, out, T, first, C, *x.stride()[:2], taps.stride(0),
+        *((0, 0) if dynamic is None else dynamic.stride()[:2]), *(state.stride()[:2] if N else (0, 0)),
         1 / math.sqrt(terms),
-        K=K, TOKENS=tokens, WIDTH=width, CHANNELS=channels, DYNAMIC=dynamic is not None,
-        DOCUMENTS=document_position is not None, num_warps=max(1, channels // 256),
+        K=K, N=N, TOKENS=tokens, HEADS=heads, WIDTH=width, BLOCK=block,
+        EVEN=width == block and C % (heads * width) == 0, DYNAMIC=dynamic is not None,
+        DOCUMENTS=document_position is not None, ROLL=roll, DEPENDENT=not INTERPRETED,
+        num_warps=max(1, heads * block // 256), **({} if INTERPRETED else {"launch_pdl": True}),
     )  # fmt: skip
+    if N and not roll:  # runs of tokens that still read the state may not write it
+        state.copy_(x[:, T - N :])
     return out
 
 
@@ -96,8 +188,9 @@ def short_conv(
         InputError: see `require`.
     """
     require("short_conv", u, weight)
-    current = weight[:, 0, -1:]
-    return _launch(u, weight.shape[2], current, (weight.stride(0), -weight.stride(2)), None, document_position)
+    u, past = u if u.stride(2) == 1 else u.contiguous(), weight.shape[2] - 1
+    documents = None if document_position is None else document_position.contiguous()
+    return _launch(u[:, past:], -past, prepared(weight, token_major), document_position=documents)
 
 
 def dynamic_short_conv(
@@ -112,5 +205,24 @@ def dynamic_short_conv(
         InputError: see `require`.
     """
     require("dynamic_short_conv", u, dynamic_taps, static)
-    strides = static.stride(1), static.stride(0)
-    return _launch(u, len(static), static, strides, dynamic_taps.contiguous(), document_position)
+    u, past = u if u.stride(2) == 1 else u.contiguous(), len(static) - 1
+    documents = None if document_position is None else document_position.contiguous()
+    return _launch(u[:, past:], -past, static.contiguous(), dynamic_taps.contiguous(), documents)
+
+
+def rolling_short_conv(
+    x: Float[Tensor, "B T C"],
+    state: Float[Tensor, "B N C"],
+    weight: Float[Tensor, "C 1 K"],
+    rejected: Int[Tensor, " B"] | None = None,
+) -> Float[Tensor, "B T C"]:
+    """Twin of `fused.rolling_short_conv`; float32 inside, one rounding.
+
+    Raises:
+        InputError: see `require`; for a state with more rows than a long call has tokens.
+    """
+    require("rolling_short_conv", x, state, weight)
+    if max(_TOKENS, x.shape[1]) < state.shape[1]:
+        raise InputError(f"rolling_short_conv: a state of {state.shape[1]} rows, expected at most {_TOKENS}")
+    x = x if x.stride(2) == 1 else x.contiguous()
+    return _launch(x, 0, prepared(weight, token_major), state=state, rejected=rejected)
