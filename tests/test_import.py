@@ -22,7 +22,7 @@ ORDER = [
     {"backends", "cache"},
     {"model"},
     {"dspark"},
-    {"chat", "tensor_files"},
+    {"chat", "fused", "tensor_files"},
     {"checkpoint"},
     {"draft_files"},
     {"sampling"},
