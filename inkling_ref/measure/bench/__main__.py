@@ -15,6 +15,7 @@ from .attention import bench_decode, bench_prefill
 from .flex import bench_flex_decode, bench_flex_prefill
 from .harness import KINDS, Bench
 from .moe import bench_router, bench_swiglu
+from .qkv import bench_qkv
 from .residual import bench_residual
 from .runner import imported
 from .short_conv import bench_short_conv
@@ -23,6 +24,7 @@ GROUPS = {  # the most important first: the last ones go without, where time is 
     "decode": bench_decode,
     "residual": bench_residual,
     "short_conv": bench_short_conv,
+    "qkv": bench_qkv,
     "prefill": bench_prefill,
     "router": bench_router,
     "flex_prefill": bench_flex_prefill,
