@@ -32,17 +32,17 @@ _FEW: int = 16  # rows up to which the router reads the float32 weight
 @no_type_check
 def _logits(
     h_ptr, w_ptr, out_ptr, N, E, h_n,
-    D: tl.constexpr, TERMS: tl.constexpr, ROWS: tl.constexpr, EXPERTS: tl.constexpr, STEP: tl.constexpr,
-    STAGES: tl.constexpr,
+    D: tl.constexpr, SLICE: tl.constexpr, TERMS: tl.constexpr, ROWS: tl.constexpr, EXPERTS: tl.constexpr,
+    STEP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Tile of h W^T, the weight as a sum of TERMS matrices [TERMS, E, D] in the dtype of h."""
+    """Tile of h W^T over SLICE columns, the weight as a sum of TERMS matrices [TERMS, E, D] in the dtype of h."""
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     experts = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
     columns = tl.arange(0, STEP)
     h_rows = h_ptr + rows[:, None].to(tl.int64) * h_n
     w_rows = w_ptr + experts[:, None] * D
     acc = tl.zeros([ROWS, EXPERTS], tl.float32)
-    for d0 in tl.range(0, D, STEP, num_stages=STAGES):
+    for d0 in tl.range(tl.program_id(2) * SLICE, min(tl.program_id(2) * SLICE + SLICE, D), STEP, num_stages=STAGES):
         d = d0 + columns
         inside = d[None, :] < D
         h = tl.load(h_rows + d[None, :], mask=(rows[:, None] < N) & inside, other=0.0)
@@ -50,7 +50,8 @@ def _logits(
             w = tl.load(w_rows + i * E * D + d[None, :], mask=(experts[:, None] < E) & inside, other=0.0)
             acc = tl.dot(h, tl.trans(w), acc, input_precision="ieee")
     mask = (rows[:, None] < N) & (experts[None, :] < E)
-    tl.store(out_ptr + rows[:, None] * E + experts[None, :], acc, mask=mask)
+    out = (tl.program_id(2) * N + rows[:, None]) * E + experts[None, :]
+    tl.store(out_ptr + out, acc, mask=mask)
 
 
 @triton.jit
@@ -157,7 +158,7 @@ def route(
             h = h.float()
         rows = 128
         _logits[(triton.cdiv(E, experts), triton.cdiv(N, rows))](
-            h, terms, logits, N, E, h.stride(0), D=D, TERMS=len(terms), ROWS=rows, EXPERTS=experts,
+            h, terms, logits, N, E, h.stride(0), D=D, SLICE=D, TERMS=len(terms), ROWS=rows, EXPERTS=experts,
             STEP=128 // h.element_size(), STAGES=3, num_warps=8,
         )  # fmt: skip
     weights = torch.empty(N, k, dtype=torch.float32, device=h.device)

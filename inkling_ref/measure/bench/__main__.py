@@ -14,6 +14,7 @@ import torch
 from .attention import bench_decode, bench_prefill
 from .flex import bench_flex_decode, bench_flex_prefill
 from .harness import KINDS, Bench
+from .head import bench_draft, bench_head
 from .moe import bench_router, bench_swiglu
 from .qkv import bench_qkv
 from .residual import bench_residual
@@ -30,6 +31,8 @@ GROUPS = {  # the most important first: the last ones go without, where time is 
     "flex_prefill": bench_flex_prefill,
     "flex_decode": bench_flex_decode,
     "swiglu": bench_swiglu,
+    "head": bench_head,
+    "draft": bench_draft,
 }
 
 
