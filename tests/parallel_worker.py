@@ -5,7 +5,10 @@ A process forks from a server that has imported torch already, so that a world o
 
 import multiprocessing
 import os
+import re
+import signal
 import socket
+import sys
 import time
 from collections.abc import Callable
 from contextlib import redirect_stderr
@@ -17,18 +20,23 @@ import torch
 from helpers import IMAGE, random_ids, random_model, randomize, relative_rms
 from torch import Tensor
 
-from inkling_ref import generation
+from inkling_ref import checkpoint, generation
+from inkling_ref.chat import Tokenizer, render
+from inkling_ref.cli import NANO
 from inkling_ref.config import InklingConfig
 from inkling_ref.draft_config import DSparkConfig
+from inkling_ref.draft_files import load_drafter
 from inkling_ref.dspark import Drafter
 from inkling_ref.model import Inkling
-from inkling_ref.parallel.apply import Mesh, parallelize
+from inkling_ref.parallel.apply import Mesh, load, parallelize
 from inkling_ref.parallel.generation import adopt, finish, generate
 from inkling_ref.parallel.launch import world
 from inkling_ref.parallel.plan import Plan
+from inkling_ref.tensor_files import CheckpointReader
 
 SHORT = timedelta(seconds=20)  # for every collective
 TOLERANCE = 1e-5
+PICTURE = Path(__file__).parents[1] / "examples" / "shapes.png"
 
 
 def start(size: int, folder: Path, function, *arguments, timeout: float = 120) -> list[tuple[int | None, str]]:
@@ -228,3 +236,85 @@ def check_speculative(reference: Inkling, model: Inkling, rows: range) -> None:
     assert result.tokens == expected
     assert 0 < sum(result.stats.drafting.accepted) < sum(result.stats.drafting.checked)
     assert all(torch.equal(a, b) for a, b in zip(ours.base, alone.base, strict=True))
+
+
+def check_nano(reference: Inkling, model: Inkling, rows: range) -> None:
+    """Called with the shipped model, read slice by slice: a picture, the shipped drafter, a long call cut by tokens."""
+    prompt = render(
+        [{"role": "user", "content": [{"type": "image", "image": str(PICTURE)}, "Describe the picture."]}],
+        Tokenizer.from_pretrained(NANO),
+        config=model.config,
+    )
+    images = {"pixel_values": prompt.pixel_values, "image_grid_thw": prompt.image_grid_thw}
+    ids = torch.tensor([prompt.input_ids])
+    close(model(ids, **images).logits, reference(ids, **images).logits)
+    finish(model)
+    plain = generation.generate(reference, ids, 12, **images).tokens
+    drafted = generate(model, ids, max_new_tokens=12, drafter=adopt(load_drafter(NANO, model)), **images)
+    assert drafted.tokens == plain
+    assert drafted.stats.decode_steps < 11
+
+
+def run_folders(rank: int, folder: Path, plans: list[Plan], check: str) -> None:
+    """Ranks that read their slices of a folder, against the whole folder on one process."""
+    whole = Plan(tp=int(os.environ["WORLD_SIZE"]))
+    with torch.inference_mode(), world(whole, timeout=SHORT):
+        for plan in plans:
+            for experts in ("packed", "dequantize"):
+                model = load(folder, Mesh.join(plan, timeout=SHORT), experts=experts)
+                read, share = model.bytes_read, share_of(folder, plan)
+                assert abs(read / share - 1) < 0.02, f"{plan}: {read} bytes read, the share is {share:.0f}"
+                globals()[f"check_{check}"](checkpoint.load(folder, experts=experts), model, range(3))
+
+
+def share_of(folder: Path, plan: Plan) -> float:
+    """Bytes of tensors that one of equal ranks has to read."""
+    total = 0.0
+    with CheckpointReader(folder) as reader:
+        for name in reader.names:
+            size = reader.layout(name).nbytes
+            if ".experts." in name:
+                total += size / plan.world
+            elif re.search(r"llm\..*(attn\.(?!rel_logits_proj)|sconv|embed\.weight)", name):
+                total += size / plan.tp
+            else:
+                total += size
+    return total
+
+
+# ---------------------------------------------------------------- what goes wrong
+
+
+def fail(rank: int, failing: int, how: str) -> None:
+    """One rank fails while it decodes; the others wait for it in a collective."""
+    seconds = 2 if how == "hang" else 60
+    with torch.inference_mode(), world(Plan(3), timeout=timedelta(seconds=seconds)) as mesh:
+        config = text_config(hidden_size=33, num_attention_heads=3, num_key_value_heads=3, swa_num_key_value_heads=3)
+        model = parallelize(random_model(config), mesh)
+        calls = 0
+
+        def hook(*_):
+            nonlocal calls
+            calls += 1
+            if calls == 5 and rank == failing:
+                if how == "raise":
+                    raise ValueError("out of luck")
+                if how == "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if how == "hang":
+                    time.sleep(100)
+
+        model.llm.layers[2].register_forward_pre_hook(hook)
+        generate(model, [[1, 2, 3]], max_new_tokens=20)
+    print("came to the end", file=sys.stderr)
+
+
+def read_damaged(rank: int, folder: Path) -> None:
+    with world(Plan(2), timeout=timedelta(seconds=60)) as mesh:
+        model = load(folder, mesh)
+        model(torch.tensor([[1, 2, 3]]))
+
+
+def refuse(rank: int, plan: Plan, config: InklingConfig) -> None:
+    with world(plan, timeout=SHORT) as mesh:
+        parallelize(random_model(config), mesh)

@@ -26,6 +26,7 @@ from .plan import Plan
 
 _KEY, _SEEN = "failed", "failure seen"
 _PERIOD = 0.3  # seconds between two looks at the store
+_ENDING = threading.Lock()
 
 
 def rank_and_size() -> tuple[int, int]:
@@ -111,6 +112,7 @@ class _Watch(threading.Thread):
 
 def _end(message: str, status: int) -> None:
     """At once: a thread that waits in a collective cannot be interrupted otherwise."""
+    _ENDING.acquire()  # the watching thread and the failing one may both come here: one line is enough
     print(f"error: {message}", file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(status)

@@ -1,0 +1,123 @@
+"""Worlds of processes on gloo: every plan gives what one process gives. What the ranks check: `parallel_worker`."""
+
+import time
+from dataclasses import replace
+
+import pytest
+from helpers import random_model
+from parallel_worker import Case, fail, one_expert, picture_config, read_damaged, refuse, run_cases, run_folders, start
+from parallel_worker import text_config as config
+
+from inkling_ref import checkpoint
+from inkling_ref.cli import NANO
+from inkling_ref.config import InklingConfig
+from inkling_ref.parallel.plan import Plan
+
+CUT = {"sequence": True, "sequence_from": 4}
+SEND = {"exchange": "all_to_all"}
+ALL = ("forward", "decode", "generate", "speculative")
+# Heads that 3, 4 and 8 ranks can share; 4 and 8 ranks exceed the key/value heads of full layers, which are replicated.
+THREE = config(hidden_size=33, num_attention_heads=3, num_key_value_heads=3, swa_num_key_value_heads=3)
+FOUR = config(swa_num_attention_heads=8, swa_num_key_value_heads=4)
+EIGHT = config(num_attention_heads=8, swa_num_attention_heads=16, swa_num_key_value_heads=8)
+WORLDS = {
+    1: [Case("alone", Plan(), InklingConfig.tiny(), (*ALL, "pictures"))],
+    2: [
+        Case("tp, 7 experts on 2 ranks", Plan(2), picture_config(), (*ALL, "pictures")),
+        Case("sequence", Plan(2, **CUT), picture_config(), (*ALL, "pictures")),
+        Case("sending", Plan(2, **SEND), checks=("forward", "decode")),
+        Case("sending, sequence", Plan(2, **SEND, **CUT)),
+        Case("dp", Plan(1, 2), checks=ALL, rows=(2, 1)),
+        Case("width", Plan(2, ep=1)),
+    ],
+    3: [
+        Case("tp", Plan(3), THREE),
+        Case("sequence", Plan(3, **CUT), THREE, ALL),
+        Case("dp 4/0/1", Plan(1, 3), THREE, rows=(4, 0, 1)),
+        Case("dp 4/0/1, sending", Plan(1, 3, **SEND), THREE, rows=(4, 0, 1)),
+        Case("width", Plan(3, ep=1), THREE, ("forward", "decode")),
+    ],
+    4: [
+        Case("tp", Plan(4), FOUR, ALL),
+        Case("sending, sequence", Plan(4, **SEND, **CUT), FOUR, ("forward", "decode")),
+        Case("tp x dp, sequence", Plan(2, 2, **CUT), FOUR, rows=(2, 1)),
+        Case("tp x dp, ep x width, sending", Plan(2, 2, ep=2, **SEND, **CUT), FOUR, rows=(1, 2)),
+        Case("all to one expert", Plan(4), FOUR, ("forward",), change=one_expert),
+        Case("all to one expert, sending", Plan(4, **SEND), FOUR, ("forward",), change=one_expert),
+    ],
+    8: [
+        Case("tp, a rank without experts", Plan(8), EIGHT, ("forward", "generate")),
+        Case("tp x dp, ep x width, sending", Plan(4, 2, ep=4, **SEND), EIGHT, ("forward", "decode"), rows=(1, 0)),
+        Case("sequence, ep x width", Plan(8, ep=2, **CUT), EIGHT, ("forward", "decode")),
+    ],
+}
+
+
+def succeed(results) -> None:
+    for rank, (status, stderr) in enumerate(results):
+        assert status == 0, f"rank {rank}: status {status}: {stderr[-2000:]}"
+
+
+@pytest.mark.parametrize("size", WORLDS)
+def test_a_world_computes_what_one_process_does(size, tmp_path):
+    succeed(start(size, tmp_path, run_cases, WORLDS[size]))
+
+
+def test_every_rank_reads_its_slices_of_mixed_precision_experts(tmp_path):
+    # 96 columns: 3 MXFP8 blocks for 3 ranks; 6 experts for 3 ranks.
+    sizes = {"moe_intermediate_size": 96, "n_routed_experts": 6, "num_attention_heads": 3, "num_key_value_heads": 3}
+    text = replace(THREE.text, **sizes, hidden_size=96)
+    checkpoint.save(random_model(InklingConfig(text, None)), tmp_path / "mixed", experts="nvfp4+mxfp8")
+    plans = [Plan(3), Plan(3, ep=1)]
+    succeed(start(3, tmp_path, run_folders, tmp_path / "mixed", plans, "forward"))
+
+
+def test_nano_answers_on_two_ranks(tmp_path):
+    plans = [Plan(2, sequence=True), Plan(2, ep=1, exchange="all_to_all")]
+    succeed(start(2, tmp_path, run_folders, NANO, plans, "nano"))
+
+
+# ---------------------------------------------------------------- failures
+
+
+@pytest.mark.parametrize(
+    ("how", "failing", "message"),
+    [
+        ("raise", 1, "rank 1: ValueError: out of luck"),
+        ("raise", 0, "rank 0: ValueError: out of luck"),  # which holds the store
+        ("hang", 2, "over tp"),
+        ("kill", 1, "over tp"),
+    ],
+    ids=["raise", "raise on rank 0", "hang", "kill"],
+)
+def test_one_rank_that_fails_brings_all_down_with_its_message(how, failing, message, tmp_path):
+    begin = time.monotonic()
+    results = start(3, tmp_path, fail, failing, how)
+    assert time.monotonic() - begin < 30
+    for rank, (status, stderr) in enumerate(results):
+        assert status not in (0, None), (rank, stderr)
+        assert "came to the end" not in stderr
+        if (how, rank) != ("kill", failing):
+            assert message in stderr, (rank, stderr)
+
+
+def test_a_part_that_only_one_rank_reads_is_damaged(tmp_path):
+    folder = tmp_path / "mxfp8"
+    text = replace(config().text, moe_intermediate_size=32, n_routed_experts=4)
+    model = random_model(InklingConfig(text, None))
+    checkpoint.save(model, folder, experts="mxfp8")
+    packed = checkpoint.load(folder, experts="packed")
+    packed.llm.layers[2].mlp.experts.w2_weight_scale[3] = 255  # expert 3 is rank 1's
+    checkpoint.save(packed, folder)
+    for status, stderr in start(2, tmp_path, read_damaged, folder):
+        assert status in (1, 2)
+        assert "rank 1: model.safetensors: model.llm.layers.2.mlp.experts.w2_weight" in stderr
+        assert "NaN scale" in stderr
+
+
+def test_heads_that_ranks_cannot_share_are_refused_at_start(tmp_path):
+    wrong = config(swa_num_attention_heads=12, swa_num_key_value_heads=3)
+    for status, stderr in start(4, tmp_path, refuse, Plan(4), wrong):
+        assert status in (1, 2)
+        (line,) = stderr.splitlines()
+        assert "tp is 4, expected a divisor or a multiple of swa_num_key_value_heads 3" in line
