@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from .attention import attend, l2_clip, log_scale, scaled_l2_clip
 from .dspark import MarkovHead
 from .moe import softcap
-from .residual import rms, rounded, wide
+from .residual import DepthState, mix_and_norm, rms, rounded, wide
 from .short_conv import dynamic_short_conv, short_conv
 
 
@@ -46,6 +46,54 @@ def rolling_short_conv(
 ) -> Float[Tensor, "B T C"]:
     """`short_conv` of a decoding step: the inputs before it stand in `state`, which is updated: see `with_state`."""
     return short_conv(with_state(x, weight.shape[-1] - 1, state, rejected), weight)
+
+
+def mix_depth_and_norm(
+    blocks: Float[Tensor, "B T n D"],
+    partial: Float[Tensor, "B T D"],
+    queries: Float[Tensor, " D"] | Float[Tensor, "q D"],
+    norm_weights: list[Float[Tensor, " D"]],
+    eps: float,
+    dtype: torch.dtype,
+) -> list[Float[Tensor, "B T D"]]:
+    """`mix_and_norm` of a depth state as it stands: completed blocks in their 16 bits, the running sum in float32."""
+    return mix_and_norm(DepthState(blocks, partial).sources(), queries, norm_weights, eps, dtype)
+
+
+def join_and_mix(
+    y: Float[Tensor, "B T D"],
+    state: Float[Tensor, "B N D"],
+    weight: Float[Tensor, "D 1 K"],
+    blocks: Float[Tensor, "B T capacity D"],
+    partial: Float[Tensor, "B T D"],
+    count: int,
+    queries: Float[Tensor, " D"] | Float[Tensor, "q D"],
+    norm_weights: list[Float[Tensor, " D"]],
+    eps: float,
+    opens_block: bool = False,
+    ends_layer: bool = False,
+    rejected: Int[Tensor, " B"] | None = None,
+) -> list[Float[Tensor, "B T D"]]:
+    """From a sublayer's output to the next one's inputs: convolution, depth state, mixtures and their norms.
+
+    Args:
+        y: output of attention or of the experts, before its convolution; the inputs come back in its dtype.
+        state, rejected: inputs of the convolution before this call: see `with_state`.
+        weight: static taps.
+        blocks: completed blocks, the first `count` of them; one more is written where a block closes.
+        partial: the running sum, in `wide` precision; updated in place.
+        opens_block: y is the first of a new block: the running sum so far becomes block number `count`.
+        ends_layer: the running sum is rounded to the dtype of y, as at the end of every layer.
+        queries, norm_weights, eps: as in `mix_and_norm`.
+    """
+    y = rolling_short_conv(y, state, weight, rejected)
+    if opens_block:
+        blocks[:, :, count] = partial
+        count, partial[:] = count + 1, 0
+    depth = DepthState(blocks[:, :, :count], partial).add(y)
+    depth = depth.round(y.dtype) if ends_layer else depth
+    partial.copy_(depth.partial)
+    return mix_and_norm(depth.sources(), queries, norm_weights, eps, y.dtype)
 
 
 def prepare_qkv(
