@@ -207,22 +207,38 @@ def _tanh_fraction(x, NEAR: tl.constexpr, LOG2E: tl.constexpr, APPROX: tl.conste
 
 @triton.jit
 @no_type_check
-def _softcapped_swiglu(
-    x_ptr, out_ptr, total, gate_rate, up_rate, quarter,
-    BLOCK: tl.constexpr, NEAR: tl.constexpr, LOG2E: tl.constexpr, APPROX: tl.constexpr,
-):  # fmt: skip
+def swiglu(g, u, gate_rate, up_rate, quarter, NEAR: tl.constexpr, LOG2E: tl.constexpr, APPROX: tl.constexpr):
     """Three quotients over one denominator: a division costs more here than the bytes of its operands."""
-    start = tl.program_id(0).to(tl.int64) * BLOCK
-    both, pairs = tl.arange(0, 2 * BLOCK), tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + 2 * start + both, mask=both < 2 * (total - start), other=0.0).to(tl.float32)
-    g, u = tl.split(tl.reshape(x, [BLOCK, 2]))
     top_g, below_g = _tanh_fraction(g * gate_rate, NEAR, LOG2E, APPROX)
     top_u, below_u = _tanh_fraction(u * up_rate, NEAR, LOG2E, APPROX)
     below = below_g * below_u * (1 + _exp2(g * -LOG2E, APPROX))
     y = quarter * top_g * top_u * _reciprocal(below, APPROX)
     sign = (g.to(tl.int32, bitcast=True) ^ u.to(tl.int32, bitcast=True)) & -0x80000000
-    y = (y.to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
+    return (y.to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+@no_type_check
+def _softcapped_swiglu(
+    x_ptr, out_ptr, total, gate_rate, up_rate, quarter,
+    BLOCK: tl.constexpr, NEAR: tl.constexpr, LOG2E: tl.constexpr, APPROX: tl.constexpr,
+):  # fmt: skip
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    both, pairs = tl.arange(0, 2 * BLOCK), tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + 2 * start + both, mask=both < 2 * (total - start), other=0.0).to(tl.float32)
+    g, u = tl.split(tl.reshape(x, [BLOCK, 2]))
+    y = swiglu(g, u, gate_rate, up_rate, quarter, NEAR, LOG2E, APPROX)
     tl.store(out_ptr + start + pairs, y.to(out_ptr.dtype.element_ty), mask=pairs < total - start)
+
+
+def swiglu_rates(gate_cap: float, up_cap: float) -> tuple[float, float, float]:
+    """The numbers that `swiglu` takes for its caps."""
+    return 2 / gate_cap, 2 / up_cap, gate_cap * up_cap / 4
+
+
+def swiglu_options(dtype: torch.dtype) -> dict[str, float]:
+    """The constants that `swiglu` takes for results of this dtype."""
+    return {"NEAR": 0.25 if dtype == torch.float32 else 0.016, "LOG2E": LOG2E, "APPROX": not INTERPRETED}
 
 
 def softcapped_swiglu(gate_up: Float[Tensor, "N rows"], gate_cap: float, up_cap: float) -> Float[Tensor, "N I"]:
@@ -236,7 +252,7 @@ def softcapped_swiglu(gate_up: Float[Tensor, "N rows"], gate_cap: float, up_cap:
     out = torch.empty(len(gate_up), gate_up.shape[1] // 2, dtype=gate_up.dtype, device=gate_up.device)
     warps = 4
     _softcapped_swiglu[(triton.cdiv(out.numel(), 128 * warps),)](
-        gate_up, out, out.numel(), 2 / gate_cap, 2 / up_cap, gate_cap * up_cap / 4, BLOCK=128 * warps,
-        NEAR=0.25 if out.dtype == torch.float32 else 0.016, LOG2E=LOG2E, APPROX=not INTERPRETED, num_warps=warps,
+        gate_up, out, out.numel(), *swiglu_rates(gate_cap, up_cap), BLOCK=128 * warps, num_warps=warps,
+        **swiglu_options(out.dtype),
     )  # fmt: skip
     return out
