@@ -486,6 +486,85 @@ def trace(
     )
 
 
+@app.command()
+def run(
+    out: Annotated[Path, typer.Option(help="The report to write, *.json.")],
+    checkpoint: Annotated[Path | None, typer.Option(help="Each rank reads its slices of this folder.")] = None,
+    synthetic: Annotated[
+        Literal["small", "nano", "tiny"] | None, typer.Option(help="Instead: random weights for a built-in config.")
+    ] = None,
+    tp: Annotated[int, typer.Option(help="Ranks that share attention.")] = 1,
+    dp: Annotated[int, typer.Option(help="Groups of such ranks, each with its own rows of the batch.")] = 1,
+    ep: Annotated[int | None, typer.Option(help="Parts that experts fall into; default: as many as ranks.")] = None,
+    exchange: Annotated[
+        Literal["all_reduce", "all_to_all"], typer.Option(help="How tokens reach their experts.")
+    ] = "all_reduce",
+    sequence: Annotated[bool, typer.Option("--sequence", help="Cut long calls by tokens between sublayers.")] = False,
+    only_rank: Annotated[int | None, typer.Option(help="Run this rank alone, with stand-ins for the others.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="What to ask, as in `ask`.")] = None,
+    image: Annotated[list[Path] | None, typer.Option(help="A picture; repeatable.")] = None,
+    tokens: Annotated[list[str] | None, typer.Option(help="Instead: ids, as 1,2,3; a row each, repeatable.")] = None,
+    context: Annotated[int | None, typer.Option(help="Instead: that many random ids a row.")] = None,
+    batch: Annotated[int, typer.Option(help="Rows of random ids.", min=1)] = 1,
+    max_new_tokens: Annotated[int, typer.Option(help="Of each row.")] = 16,
+    prefill_chunk: Annotated[int | None, typer.Option(help="Read that many positions a call.")] = None,
+    draft: Annotated[bool, typer.Option("--draft", help="Speculative decoding with the checkpoint's drafter.")] = False,
+    experts: Annotated[
+        Literal["bf16", "mxfp8", "nvfp4+mxfp8"], typer.Option(help="Format of synthetic experts.")
+    ] = "nvfp4+mxfp8",
+    skew: Annotated[float, typer.Option(help="Synthetic: fall of the router's bias from first to last expert.")] = 0.0,
+    device: Device = "cpu",
+    backend: Annotated[Literal["torch", "triton"], typer.Option(help="What runs the operations.")] = "torch",
+    alpha: Annotated[float, typer.Option(help="Of a modelled collective: microseconds a call.")] = 20.0,
+    bandwidth: Annotated[float, typer.Option(help="Of a modelled collective: GB/s that a rank sends.")] = 450.0,
+    timeout: Annotated[float, typer.Option(help="Seconds that a collective may take.")] = 300.0,
+    trace: Annotated[bool, typer.Option("--trace", help="Record the spans of modules and collectives.")] = False,
+) -> None:
+    """Run a model on many ranks, under torchrun, or one rank of many alone; seconds, bytes and memory to JSON."""
+    if (checkpoint is None) == (synthetic is None):
+        raise InputError("run: expected either --checkpoint or --synthetic")
+    if sum(given is not None for given in (prompt, tokens, context)) != 1:
+        raise InputError("run: expected one of --prompt, --tokens and --context")
+    if draft and checkpoint is None:
+        raise InputError("run: --draft needs a drafter, expected --checkpoint with one")
+    _check_file(out, "report")
+    with _importing():
+        from .parallel import run as running
+        from .parallel.collectives import Link
+        from .parallel.plan import Plan
+
+    if "OMP_NUM_THREADS" not in os.environ:
+        import torch
+
+        torch.set_num_threads(1)  # ranks of one machine would fight for its cores
+    rows = None if tokens is None else [_numbers("--tokens", row) for row in tokens]
+    report = running.main(
+        out,
+        Plan(tp, dp, ep, exchange, sequence),
+        checkpoint=checkpoint,
+        preset=synthetic,
+        prompt=prompt,
+        images=image,
+        tokens=rows,
+        random_tokens=None if context is None else (batch, context),
+        max_new_tokens=max_new_tokens,
+        prefill_chunk=prefill_chunk,
+        draft=draft,
+        only_rank=only_rank,
+        device=device,
+        dtype=_dtype(device),
+        backend=backend,
+        experts=experts,
+        skew=skew,
+        link=Link(alpha / 1e6, bandwidth * 1e9),
+        timeout=timeout,
+        trace=trace,
+    )
+    if int(os.environ.get("RANK", 0)) == 0:
+        for line in running.summary(report):
+            _note(line)
+
+
 @app.command("make-golden")
 def golden(
     out: Annotated[Path, typer.Argument(help="A new folder for the set.")],

@@ -222,6 +222,21 @@ def check_generate(reference: Inkling, model: Inkling, rows: range) -> None:
             assert generate(model, None) is None
 
 
+def check_draws(reference: Inkling, model: Inkling, rows: range) -> None:
+    """Temperature alone: 6,000 draws have the distribution of the whole softmax."""
+    head, temperature = model.llm.logits, 1.5
+    hidden = torch.randn(1, 1, model.config.text.hidden_size, generator=torch.Generator().manual_seed(2)) / 2
+    head.sampling = (temperature, None, None)
+    head.noise = torch.Generator().manual_seed(9 + model.mesh.rank)
+    drawn = head(hidden.expand(1, 6000, -1))
+    assert (drawn.isfinite().sum(dim=-1) == 1).all()
+    seen = drawn.argmax(dim=-1)[0].bincount(minlength=drawn.shape[-1])
+    expected = 6000 * (reference.llm.logits(hidden)[0, 0] / temperature).softmax(dim=-1)
+    chi_square = float(((seen - expected).square() / expected).sum())
+    assert chi_square < 85, chi_square  # of 39 degrees of freedom: less than once in 10,000
+    generate(model, [[1, 2, 3]], max_new_tokens=3, temperature=1.0)
+
+
 def check_speculative(reference: Inkling, model: Inkling, rows: range) -> None:
     """Rejections in every round; the drafter sees what it sees on one process."""
     if not rows:

@@ -1,17 +1,33 @@
 """Worlds of processes on gloo: every plan gives what one process gives. What the ranks check: `parallel_worker`."""
 
+import json
+import subprocess
+import sys
 import time
 from dataclasses import replace
 
 import pytest
 from helpers import random_model
-from parallel_worker import Case, fail, one_expert, picture_config, read_damaged, refuse, run_cases, run_folders, start
+from parallel_worker import (
+    PICTURE,
+    Case,
+    fail,
+    one_expert,
+    picture_config,
+    read_damaged,
+    refuse,
+    run_cases,
+    run_folders,
+    start,
+)
 from parallel_worker import text_config as config
 
 from inkling_ref import checkpoint
-from inkling_ref.cli import NANO
+from inkling_ref.chat import Tokenizer
+from inkling_ref.cli import NANO, main
 from inkling_ref.config import InklingConfig
 from inkling_ref.parallel.plan import Plan
+from inkling_ref.parallel.run import ALONE, TOGETHER
 
 CUT = {"sequence": True, "sequence_from": 4}
 SEND = {"exchange": "all_to_all"}
@@ -23,7 +39,7 @@ EIGHT = config(num_attention_heads=8, swa_num_attention_heads=16, swa_num_key_va
 WORLDS = {
     1: [Case("alone", Plan(), InklingConfig.tiny(), (*ALL, "pictures"))],
     2: [
-        Case("tp, 7 experts on 2 ranks", Plan(2), picture_config(), (*ALL, "pictures")),
+        Case("tp, 7 experts on 2 ranks", Plan(2), picture_config(), (*ALL, "pictures", "draws")),
         Case("sequence", Plan(2, **CUT), picture_config(), (*ALL, "pictures")),
         Case("sending", Plan(2, **SEND), checks=("forward", "decode")),
         Case("sending, sequence", Plan(2, **SEND, **CUT)),
@@ -31,7 +47,7 @@ WORLDS = {
         Case("width", Plan(2, ep=1)),
     ],
     3: [
-        Case("tp", Plan(3), THREE),
+        Case("tp", Plan(3), THREE, ("forward", "decode", "generate", "draws")),
         Case("sequence", Plan(3, **CUT), THREE, ALL),
         Case("dp 4/0/1", Plan(1, 3), THREE, rows=(4, 0, 1)),
         Case("dp 4/0/1, sending", Plan(1, 3, **SEND), THREE, rows=(4, 0, 1)),
@@ -121,3 +137,96 @@ def test_heads_that_ranks_cannot_share_are_refused_at_start(tmp_path):
         assert status in (1, 2)
         (line,) = stderr.splitlines()
         assert "tp is 4, expected a divisor or a multiple of swa_num_key_value_heads 3" in line
+
+
+# ---------------------------------------------------------------- the command
+
+
+def command(*arguments, ranks: int = 2) -> subprocess.CompletedProcess:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    line = [*torchrun, "-m", "inkling_ref.cli", "run", *map(str, arguments)]
+    return subprocess.run(line, capture_output=True, text=True, timeout=100)
+
+
+def test_run_under_torchrun_answers_as_one_process_and_reports_every_rank(tmp_path):
+    out = tmp_path / "report.json"
+    asked = ["--checkpoint", NANO, "--prompt", "Describe the picture.", "--image", PICTURE, "--out", out]
+    done = command("--tp", 2, "--sequence", "--draft", "--trace", *asked)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(out.read_text())
+    assert report["note"] == TOGETHER
+    assert [rank["rank"] for rank in report["ranks"]] == [0, 1]
+    tokenizer = Tokenizer.from_pretrained(NANO)
+    for rank in report["ranks"]:
+        assert tokenizer.decode(rank["tokens"][0]) == "a red circle, a green triangle and a blue square"
+        assert rank["prefill_seconds"] > 0
+        assert rank["traffic"]["prefill"]["reduce_scatter over tp"]["calls"] == 36  # 18 layers, two convolutions each
+        assert {"text stack", "layer 17 mlp", "gather over tp"} <= {event["name"] for event in rank["events"]}
+    assert "rank 1: 0.0232 GB of weights" in done.stderr
+
+
+def test_run_under_torchrun_ends_with_the_failing_ranks_message(tmp_path):
+    done = command("--synthetic", "nano", "--tp", 2, "--context", 9000, "--out", tmp_path / "report.json")
+    assert done.returncode != 0
+    assert "error: rank" in done.stderr
+    assert "row 0 has 9000 tokens, max_position_embeddings is 8192" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [["--tp", 8], ["--dp", 8, "--exchange", "all_to_all"], ["--tp", 8, "--sequence", "--ep", 1]],
+    ids=["tp", "dp", "sequence, width"],
+)
+def test_one_rank_of_many_alone_says_so(plan, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(InklingConfig, "tiny", classmethod(lambda cls: EIGHT))
+    out = tmp_path / "report.json"
+    arguments = ["--synthetic", "tiny", "--experts", "bf16", "--only-rank", 5, "--context", 70, "--max-new-tokens", 3]
+    assert main([str(word) for word in ["run", *plan, *arguments, "--out", out]]) == 0
+    report, err = json.loads(out.read_text()), capsys.readouterr().err
+    assert report["note"] == ALONE
+    assert report["modelled collective seconds"]["note"] == ALONE
+    assert "one rank's compute; collectives modelled, not run" in err
+    assert "20 us a call, 80% of 450 GB/s" in err
+    assert report["plan"]["world"] == 8
+    (rank,) = report["ranks"]
+    assert rank["rank"] == 5
+    counts = rank["traffic"]["prefill"].values()
+    by_hand = sum(20e-6 * count["calls"] + count["sent"] / 360e9 for count in counts)
+    assert report["modelled collective seconds"]["prefill"] == pytest.approx(by_hand)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tp", 3, "--context", 5], "tp is 3, expected a divisor of hidden_size 128"),
+        (
+            ["--tp", 2, "--context", 5],
+            "1 processes, expected tp 2 x dp 1 = 2: torchrun --nproc-per-node 2, or --only-rank",
+        ),
+        (["--tp", 2, "--context", 5, "--only-rank", 2], "rank 2, expected 0 <= rank < 2"),
+        (["--prompt", "x"], "--prompt needs a tokenizer"),
+        (["--context", 5, "--tokens", "1"], "expected one of --prompt, --tokens and --context"),
+    ],
+    ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
+)
+def test_what_cannot_run_is_said_in_one_line(arguments, message, tmp_path, capsys):
+    line = ["run", "--synthetic", "nano", *arguments, "--out", tmp_path / "report.json"]
+    assert main([str(word) for word in line]) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert len(err.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_of_a_fault_that_all_ranks_find_only_rank_0_speaks(tmp_path, capsys, monkeypatch):
+    line = ["run", "--synthetic", "nano", "--tp", "4", "--context", "5", "--out", str(tmp_path / "report.json")]
+    for rank, lines in ((0, 1), (3, 0)):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", "4")
+        try:
+            status = main(line)
+        except SystemExit as ended:
+            status = ended.code
+        assert status == 2
+        assert len(capsys.readouterr().err.splitlines()) == lines

@@ -45,7 +45,7 @@ class Link:
     bandwidth: float = 450e9
     usable: float = 0.8
 
-    def seconds(self, calls: float, sent: float) -> float:
+    def seconds(self, calls: int | float, sent: int | float) -> float:
         return calls * self.alpha + sent / (self.usable * self.bandwidth)
 
 
@@ -63,14 +63,15 @@ class Traffic:
     """What a rank exchanged, by phase ("prefill", "decode", ... as `phase` says) and "collective over group"."""
 
     phase: str = ""
+    listener: Callable[[str, float, float], None] | None = None  # told of each: name, begin and end in microseconds
     counts: dict[tuple[str, str], Count] = field(default_factory=lambda: defaultdict(Count))
 
     def add(self, what: str, sent: int, seconds: float) -> None:
         count = self.counts[self.phase, what]
         count.calls, count.sent, count.seconds = count.calls + 1, count.sent + sent, count.seconds + seconds
 
-    def to_dict(self) -> dict[str, dict[str, dict[str, float]]]:
-        phases: dict[str, dict[str, dict[str, float]]] = {}
+    def to_dict(self) -> dict[str, dict[str, dict[str, int | float]]]:
+        phases: dict[str, dict[str, dict[str, int | float]]] = {}
         for (phase, what), count in self.counts.items():
             phases.setdefault(phase, {})[what] = asdict(count)
         return phases
@@ -91,7 +92,10 @@ class Group:
             collective()
         except RuntimeError as error:  # gloo and NCCL know no finer kind
             raise CollectiveError(f"{what} over {self.name}: {str(error).splitlines()[0]}") from error
-        self.traffic.add(f"{what} over {self.name}", sent, time.perf_counter() - start)
+        end = time.perf_counter()
+        self.traffic.add(f"{what} over {self.name}", sent, end - start)
+        if self.traffic.listener is not None:
+            self.traffic.listener(f"{what} over {self.name}", 1e6 * start, 1e6 * end)
 
     def _gather(self, out: Tensor, x: Tensor) -> None:
         _all_gather(out, x, group=self.process_group)

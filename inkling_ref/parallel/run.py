@@ -1,0 +1,251 @@
+"""`inkling-ref run`: one process of a world under torchrun, or one rank of a larger world alone; a report in JSON.
+
+Alone (`only_rank`), a rank computes what it would in its world, on the same number of tokens, and exchanges nothing:
+its collectives are stand-ins of the same shape, counted, and their seconds come from the alpha-beta model of
+`collectives.Link`. Activations are then not the model's, and the tokens mean nothing. What that leaves out makes the
+time too short: waiting for the slowest rank, traffic that disturbs computation, the launch of eight processes.
+"""
+
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..chat import Tokenizer, render
+from ..config import InklingConfig
+from ..draft_files import load_drafter
+from ..errors import InputError
+from ..model import Inkling
+from ..tensor_files import whole_file
+from .apply import Mesh, load
+from .collectives import Link
+from .generation import adopt, generate
+from .launch import rank_and_size, world
+from .plan import Plan, split
+from .synthetic import synthetic
+
+ALONE = "one rank's compute; collectives modelled, not run"
+_RSS_UNIT = 1 if sys.platform == "darwin" else 1024
+TOGETHER = "all ranks run; seconds in collectives include waiting for other ranks"
+
+
+def main(
+    out: Path,
+    plan: Plan,
+    checkpoint: Path | None = None,
+    preset: str | None = None,
+    prompt: str | None = None,
+    images: list[Path] | None = None,
+    tokens: list[list[int]] | None = None,
+    random_tokens: tuple[int, int] | None = None,
+    max_new_tokens: int = 16,
+    prefill_chunk: int | None = None,
+    draft: bool = False,
+    only_rank: int | None = None,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    backend: str = "torch",
+    experts: str = "nvfp4+mxfp8",
+    skew: float = 0.0,
+    link: Link | None = None,
+    timeout: float = 300,
+    trace: bool = False,
+) -> dict[str, Any]:
+    """Run and report; rank 0, or the only one, writes `out`.
+
+    Args:
+        checkpoint, preset: a folder, or the name of a config for synthetic weights.
+        prompt, tokens, random_tokens: a question; rows of ids; or (rows, tokens) of random ids. Rows are dealt to the
+            dp groups in runs; a group may have none.
+        trace: record when every module and collective began and how long it took; the device is waited for at each.
+
+    Raises:
+        InputError: what can be known before the processes meet; on ranks other than 0 the process ends silently.
+    """
+    rank, size = rank_and_size()
+    try:
+        config = InklingConfig.from_pretrained(checkpoint) if checkpoint else getattr(InklingConfig, preset)()
+        plan.check(config)
+        if only_rank is not None and size > 1:
+            raise InputError(f"--only-rank under torchrun with {size} processes, expected a single process")
+        if only_rank is None and size != plan.world:
+            ranks = f"tp {plan.tp} x dp {plan.dp} = {plan.world}"
+            how = f"torchrun --nproc-per-node {plan.world}, or --only-rank"
+            raise InputError(f"{size} processes, expected {ranks}: {how}")
+        if prompt is not None and checkpoint is None:
+            raise InputError("--prompt needs a tokenizer, expected --checkpoint with it")
+        pixels = {}
+        if prompt is not None:
+            parts = [*({"type": "image", "image": str(path)} for path in images or []), prompt]
+            messages = [{"role": "user", "content": parts}]
+            rendered = render(messages, Tokenizer.from_pretrained(checkpoint), config=config)
+            tokens = [rendered.input_ids]
+            if rendered.pixel_values is not None:
+                pixels = {"pixel_values": rendered.pixel_values, "image_grid_thw": rendered.image_grid_thw}
+        elif random_tokens is not None:
+            generator = torch.Generator().manual_seed(0)
+            below = min(config.text.unpadded_vocab_size, config.image_token_id if config.vision else 2**31)
+            tokens = torch.randint(below, random_tokens, generator=generator).tolist()
+    except InputError:
+        if rank > 0:  # every rank finds the same; rank 0 says it
+            sys.exit(2)
+        raise
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+
+    with _place(plan, only_rank, device, timedelta(seconds=timeout)) as mesh:
+        start = time.perf_counter()
+        if checkpoint:
+            model = load(checkpoint, mesh, device, dtype, backend)
+        else:
+            model = synthetic(config, mesh, device, dtype, backend, experts, skew)
+        drafter = adopt(load_drafter(checkpoint, model)) if draft else None
+        load_seconds = time.perf_counter() - start
+        rows = split(len(tokens), plan.dp)[model.share.dp_index]
+        prompts = [tokens[i] for i in rows] or None
+        options = {"max_new_tokens": max_new_tokens, "prefill_chunk": prefill_chunk, "drafter": drafter, **pixels}
+        own = _measure(model, prompts, options, trace)
+        own = {"rank": mesh.rank, "load_seconds": load_seconds, "bytes_read": getattr(model, "bytes_read", 0), **own}
+        ranks = [own]
+        if only_rank is None and plan.world > 1:
+            ranks = [None] * plan.world
+            dist.all_gather_object(ranks, own)
+        link = link or Link()
+        report = {
+            "note": TOGETHER if only_rank is None else ALONE,
+            "model": str(checkpoint or f"synthetic {preset}, experts {experts}, skew {skew}"),
+            "plan": {**asdict(plan), "ep": plan.n_ep, "world": plan.world, "ranks that share an expert": plan.width},
+            "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+            "torch": torch.__version__,
+            "dtype": str(dtype).removeprefix("torch."),
+            "prompt tokens of each row": [len(row) for row in tokens],
+            "ranks": ranks,
+        }
+        if only_rank is not None:
+            report["link"] = asdict(link)
+            report["modelled collective seconds"] = {"note": ALONE, **modelled(own["traffic"], link)}
+        if mesh.rank == 0 or only_rank is not None:
+            with whole_file(out) as partial:
+                partial.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return report
+
+
+def summary(report: dict[str, Any]) -> list[str]:
+    """A few lines for people: every number of a lone rank beside what it is."""
+    lines = []
+    for rank in report["ranks"]:
+        parts = [f"rank {rank['rank']}: {rank['memory']['weight_bytes'] / 1e9:.3g} GB of weights"]
+        if rank["tokens"] is None:
+            parts.append("no prompts, only experts")
+        else:
+            parts.append(f"{rank['prompt_tokens']} tokens read in {rank['prefill_seconds']:.3g} s")
+            if rank["decode_steps"]:
+                parts.append(f"{1000 * rank['decode_seconds'] / rank['decode_steps']:.3g} ms a step of decoding")
+        lines.append(" | ".join(parts))
+    if "link" in report:
+        link, phases = report["link"], report["modelled collective seconds"]
+        of_phases = ", ".join(f"{seconds:.3g} s of {phase}" for phase, seconds in phases.items() if phase != "note")
+        at = f"{1e6 * link['alpha']:g} us a call, {link['usable']:.0%} of {link['bandwidth'] / 1e9:g} GB/s"
+        lines += [f"{report['note']}", f"modelled, on top: {of_phases} ({at})"]
+    return lines
+
+
+@contextmanager
+def _place(plan: Plan, only_rank: int | None, device: str, timeout: timedelta) -> Iterator[Mesh]:
+    if only_rank is not None:
+        yield Mesh.stand_in(plan, only_rank)
+        return
+    with world(plan, device, timeout) as mesh:
+        yield mesh
+
+
+def modelled(traffic: dict[str, dict[str, dict[str, int | float]]], link: Link) -> dict[str, float]:
+    """Seconds of a phase's collectives, none overlapped with computation."""
+    return {
+        phase: sum(link.seconds(count["calls"], count["sent"]) for count in counts.values())
+        for phase, counts in traffic.items()
+    }
+
+
+def _measure(model: Inkling, prompts: list[list[int]] | None, options: dict, trace: bool) -> dict[str, Any]:
+    """One generation: tokens, seconds, bytes and work of this rank."""
+    traffic, caches = model.mesh.traffic, []
+    new_cache = model.new_cache
+
+    def kept_cache(*sizes: int, **named: int) -> Any:
+        caches.append(new_cache(*sizes, **named))
+        return caches[-1]
+
+    model.new_cache = kept_cache
+    traffic.phase = "prefill"
+    events = _events(model) if trace else None
+
+    def decoding(row: int, token: int) -> None:
+        traffic.phase = "decode"
+
+    result = generate(model, prompts, on_token=decoding, **options)
+    if prompts is None:
+        timing = {}
+    else:
+        stats = result.stats
+        timing = {
+            "prompt_tokens": stats.prompt_tokens,
+            "new_tokens": stats.new_tokens,
+            "prefill_seconds": stats.prefill_seconds,
+            "decode_steps": stats.decode_steps,
+            "decode_seconds": stats.decode_seconds,
+        }
+    tensors = [*model.parameters(), *model.buffers()]
+    memory = {
+        "weight_bytes": sum(t.nbytes for t in tensors),
+        "cache_bytes": sum(cache.num_bytes() for cache in caches),
+        "peak_process_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT,
+    }
+    if model.device.type == "cuda":
+        memory["peak_device_bytes"] = torch.cuda.max_memory_allocated()
+    share = model.share
+    return {
+        "tokens": None if result is None else result.tokens,
+        **timing,
+        "memory": memory,
+        "traffic": traffic.to_dict(),
+        "local experts": [share.local_experts.start, share.local_experts.stop],
+        "pairs of tokens and experts, by layer": [layer.mlp.pairs for layer in model.llm.layers],
+        **({"events": events} if trace else {}),
+    }
+
+
+def _events(model: Inkling) -> list[dict[str, Any]]:
+    """A list that fills with the spans of modules and collectives, in microseconds: Chrome's trace format."""
+    events: list[dict[str, Any]] = []
+    rank, begun = model.mesh.rank, {}
+
+    def now() -> float:
+        if model.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() * 1e6
+
+    def watch(module: torch.nn.Module, name: str) -> None:
+        module.register_forward_pre_hook(lambda *_: begun.__setitem__(name, now()))
+        module.register_forward_hook(lambda *_: span(name, begun[name], now()))
+
+    def span(name: str, start: float, end: float) -> None:
+        events.append({"name": name, "ph": "X", "pid": rank, "tid": 0, "ts": start, "dur": end - start})
+
+    watch(model.llm, "text stack")
+    watch(model.llm.embed, "embed")
+    for i, layer in enumerate(model.llm.layers):
+        for name in ("attn", "attn_sconv", "mlp", "mlp_sconv"):
+            watch(getattr(layer, name), f"layer {i} {name}")
+    model.mesh.traffic.listener = span
+    return events

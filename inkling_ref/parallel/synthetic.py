@@ -1,0 +1,83 @@
+"""Weights made on the device, for timing a rank whose checkpoint is too large to be at hand.
+
+Right in shape, format and size, meaningless in value. They are not zeros (a GPU runs those faster than data) and the
+router spreads its tokens. A tensor's seed is its name and place: ranks that hold the same have the same, but the
+weights of another plan are others.
+"""
+
+import math
+from zlib import crc32
+
+import torch
+from torch import Tensor, nn
+
+from ..backends import Backend
+from ..checkpoint import MATRICES, empty_model, layer_formats
+from ..config import InklingConfig
+from ..model import Inkling, keeps_float32
+from ..quantization import DENOMINATOR, E2M1_MAX, E4M3_MAX, MXFP8, NVFP4, stored_layout
+from .apply import Mesh, parallelize
+
+
+def synthetic(
+    config: InklingConfig,
+    mesh: Mesh,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    backend: str | Backend = "torch",
+    experts: str = "nvfp4+mxfp8",
+    skew: float = 0.0,
+) -> Inkling:
+    """A rank's part of a model of `config` with random weights, experts packed in their released format.
+
+    skew: the router's correction bias falls by that much from the first expert to the last, so that low ids, and with
+        them the first ranks, are chosen more often. 0 is balanced; the scores themselves lie between 0 and 1.
+    """
+    model, storage = empty_model(config, device, dtype, backend)
+    formats = layer_formats(experts, config.text.num_hidden_layers)
+    for layer, quantisation in zip(model.llm.layers, formats, strict=True):
+        layer.mlp.experts.stored_format = quantisation
+    parallelize(model, mesh)
+    slices = model.share.slices()
+    for name, parameter in list(model.named_parameters()):
+        generator = torch.Generator(device=storage.device).manual_seed(crc32(f"{name} {slices.get(name)}".encode()))
+        module_name, _, leaf = name.rpartition(".")
+        module, shape = model.get_submodule(module_name), tuple(parameter.shape)
+        if leaf in MATRICES and module.stored_format in (NVFP4, MXFP8):
+            delattr(module, leaf)
+            for suffix, tensor in _packed(module.stored_format, shape, generator).items():
+                module.register_buffer(leaf + suffix, tensor)
+            continue
+        kept = torch.float32 if keeps_float32(name) and dtype.itemsize < 4 else dtype
+        tensor = torch.randn(shape, generator=generator, device=storage.device, dtype=kept)
+        if name.endswith(".mlp.gate.bias"):
+            tensor = torch.linspace(0, -skew, len(tensor), device=storage.device, dtype=kept)
+        elif "norm" in name or name.endswith("clip.scale"):
+            tensor = 1 + 0.1 * tensor
+        elif len(shape) > 1:
+            tensor *= 1 / math.sqrt(shape[-1])
+        module.register_parameter(leaf, nn.Parameter(tensor))
+    return model.requires_grad_(False).eval()
+
+
+def _packed(quantisation: str, shape: tuple[int, ...], generator: torch.Generator) -> dict[str, Tensor]:
+    """A weight [E, N, columns] with entries of about 1 / sqrt(columns)."""
+    device = generator.device
+
+    def bytes_below(count: int, size: tuple[int, ...]) -> Tensor:
+        return torch.randint(count, size, generator=generator, dtype=torch.uint8, device=device)
+
+    layout = stored_layout(quantisation, (max(shape[0], 1), *shape[1:]))
+    sizes = {s: (shape[0], *size[1:]) if size else size for s, (_, size) in layout.items()}  # a rank may have no expert
+    size = 1 / math.sqrt(shape[-1])
+    if quantisation == NVFP4:
+        scales = (256 * (1 + torch.rand(sizes["_scale"], generator=generator, device=device))).clamp(max=E4M3_MAX)
+        return {
+            "": bytes_below(256, sizes[""]),
+            "_scale": scales.to(torch.float8_e4m3fn),
+            "_amax": torch.full(sizes["_amax"], size * E2M1_MAX, device=device),
+            "_outer_scale_denominator": torch.tensor(DENOMINATOR, device=device),
+        }
+    values = bytes_below(0x7F, sizes[""]) | (bytes_below(2, sizes[""]) << 7)  # all but the two NaNs
+    byte = 127 + round(math.log2(size)) - 7
+    return {"": values.view(torch.float8_e4m3fn), "_scale": byte - bytes_below(2, sizes["_scale"])}
