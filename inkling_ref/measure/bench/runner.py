@@ -179,8 +179,11 @@ def collect(group: Group, trouble: str, report: dict) -> None:
 def table(report: dict) -> str:
     """79 columns: microseconds, in how many times the kernel's, the share of the limit, the error."""
     lines = [f"{report['gpu']}, torch {report['torch']}, triton {report['triton']}, {report['date']}"]
-    for name, limits in report["limits"].items():
-        lines.append(f"{name}: copy {limits['copy'] / 1e12:.2f} TB/s, product {limits['matrix'] / 1e12:.0f} TFLOP/s")
+    if report["limits"]:
+        copy, matrix = ([limits[name] / 1e12 for limits in report["limits"].values()] for name in ("copy", "matrix"))
+        lines.append(
+            f"limits: copy {min(copy):.2f} to {max(copy):.2f} TB/s, product {min(matrix):.0f} to {max(matrix):.0f} TFLOP/s"
+        )
     lines.append(f"{'':38}{'us':>11}{'ratio':>9}{'limit':>8}{'error':>11}")
     cases: dict[str, list[dict]] = {}
     for row in report["rows"]:
