@@ -4,6 +4,9 @@ Each group of cases runs in a process of its own, so that one that fails or hang
 compile at once; then they measure, one after the other. A time is the median of replays of one CUDA graph that holds a
 call for each of several input sets, together larger than the L2 cache; the first call of every arm is compared with
 the reference in float32 on the same inputs. Bytes count each input and output once; FLOPs count visible pairs only.
+
+`--peer module:function` adds an arm to every case of one group: it takes the positional arguments of that group's
+reference (of `inkling_ref.residual.mix_and_norm`, say, for `residual`) and returns what that returns.
 """
 
 import importlib
@@ -181,9 +184,8 @@ def table(report: dict) -> str:
     lines = [f"{report['gpu']}, torch {report['torch']}, triton {report['triton']}, {report['date']}"]
     if report["limits"]:
         copy, matrix = ([limits[name] / 1e12 for limits in report["limits"].values()] for name in ("copy", "matrix"))
-        lines.append(
-            f"limits: copy {min(copy):.2f} to {max(copy):.2f} TB/s, product {min(matrix):.0f} to {max(matrix):.0f} TFLOP/s"
-        )
+        product = f"product {min(matrix):.0f} to {max(matrix):.0f} TFLOP/s"
+        lines.append(f"limits: copy {min(copy):.2f} to {max(copy):.2f} TB/s, {product}")
     lines.append(f"{'':38}{'us':>11}{'ratio':>9}{'limit':>8}{'error':>11}")
     cases: dict[str, list[dict]] = {}
     for row in report["rows"]:
