@@ -437,7 +437,7 @@ def test_info_of_one_rank(capsys):
     assert max(map(len, out.splitlines())) <= 80
     assert "one rank of TP 8, EP 8" in out
     assert re.search(r"experts +587,068,342,272 +12,230,590,464 +73,383,542,784", out)
-    assert re.search(r"total +151 GB +79\.94 GB +51\.27 GB", out)
+    assert re.search(r"total +149.4 GB +78.32 GB +49.65 GB", out)
     assert "100,000 tokens" in out
 
 

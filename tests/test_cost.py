@@ -28,7 +28,7 @@ def test_checkpoint_bytes_are_the_published_ones_less_the_drafter(experts, publi
 
 
 @pytest.mark.parametrize(
-    ("ranks", "experts", "whole"), [(1, 376.09, 389.6), (4, 94.02, 99.0), (8, 47.01, 50.6)], ids=["whole", "TP4", "TP8"]
+    ("ranks", "experts", "whole"), [(1, 376.09, 389.6), (4, 94.02, 97.7), (8, 47.01, 49.0)], ids=["whole", "TP4", "TP8"]
 )
 def test_weights_of_a_rank(ranks, experts, whole):
     sizes = cost.checkpoint_bytes(SMALL, tp=ranks, ep=ranks)
@@ -136,10 +136,11 @@ def test_ranks_hold_the_whole_model_and_their_copies(config):
     tp, ep = (1, 7) if config is not SMALL else (8, 8)
     whole, rank = cost.parameters(config), cost.parameters(config, tp, ep)
     assert rank["experts"] * ep == whole["experts"]
-    assert rank["unembedding"] * tp == whole["unembedding"]
+    for part in ("embedding", "unembedding"):
+        assert rank[part] * tp == whole[part]
     tables = sum(config.text.d_rel * config.text.attention(i).extent for i in range(config.text.num_hidden_layers))
     assert (rank["attention"] - tables) * tp == whole["attention"] - tables
-    for part in ("embedding", "router", "norms", "residual mixing", "vision"):
+    for part in ("router", "norms", "residual mixing", "vision"):
         assert rank[part] == whole[part], part
 
 

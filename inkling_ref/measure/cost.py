@@ -20,9 +20,9 @@ $$ (K - 1) (2D + 2Gd) $$
 
 One multiply-add is two FLOPs; norms, activations and the softmax are not counted.
 
-A rank of a (TP, EP) group holds H / TP query and G / TP key/value heads, the output convolutions' channels / TP,
-the unembedding's rows / TP and E / EP experts. Embedding, router, norms, residual queries, the table P and the image
-encoder are on every rank.
+A rank of a (TP, EP) group holds H / TP query and G / TP key/value heads, the output convolutions' channels / TP, the
+rows / TP of embedding and unembedding, and E / EP experts. Router, norms, residual queries, the table P and the image
+encoder are on every rank. `parallel.plan` is the table by which ranks really divide a model; it can do more.
 """
 
 from collections import Counter
@@ -146,8 +146,8 @@ def flops(config: InklingConfig, context: int, tokens: int = 1, tp: int = 1, ep:
     D, I = text.hidden_size, text.moe_intermediate_size
     for layer in range(text.num_hidden_layers):
         a = text.attention(layer)
-        scores = 4 * a.num_heads * a.head_dim * _visible(context, tokens, a.window)  # q.k and p.v
-        biases = 2 * a.num_heads * text.d_rel * _visible(context, tokens, a.extent)
+        scores = 4 * a.num_heads * a.head_dim * keys_seen(context, tokens, a.window)  # q.k and p.v
+        biases = 2 * a.num_heads * text.d_rel * keys_seen(context, tokens, a.extent)
         counts["attention projections"] += 2 * tokens * _projections(text, layer) // tp
         counts["attention over keys"] += (scores + biases) // tp
         counts["convolutions"] += 2 * tokens * sum(_convolutions(text, layer).values()) // tp
@@ -177,8 +177,8 @@ def _ceil(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def _visible(context: int, tokens: int, window: int | None) -> int:
-    """Keys seen, summed over the last `tokens` of `context` queries: position t sees min(t + 1, window)."""
+def keys_seen(context: int, tokens: int, window: int | None) -> int:
+    """Summed over the last `tokens` of `context` queries: position t sees min(t + 1, window)."""
 
     def first(n: int) -> int:
         bounded = n if window is None else min(n, window)
@@ -209,7 +209,7 @@ def _tensors(config: InklingConfig, tp: int, ep: int) -> Iterator[_Tensors]:
     _check_split(config, tp, ep)
     text = config.text
     D, E, I = text.hidden_size, text.n_routed_experts, text.moe_intermediate_size
-    yield _Tensors("embedding", text.vocab_size * D, "bfloat16")
+    yield _Tensors("embedding", _ceil(text.vocab_size, tp) * D, "bfloat16")
     yield _Tensors("unembedding", _ceil(text.vocab_size, tp) * D, "bfloat16")
     for layer in range(text.num_hidden_layers):
         a, full = text.attention(layer), not text.is_sliding(layer)

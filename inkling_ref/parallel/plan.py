@@ -21,12 +21,10 @@ Per-rank sizes are named n_local_*.
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal
 
 from ..config import InklingConfig, TextConfig
 from ..errors import InputError
 
-Exchange = Literal["all_reduce", "all_to_all"]
 BLOCK = {"nvfp4": 16, "mxfp8": 32}  # columns that share a scale: `quantization.GROUP`, without importing torch
 
 
@@ -43,7 +41,7 @@ class Plan:
     tp: int = 1
     dp: int = 1
     ep: int | None = None
-    exchange: Exchange = "all_reduce"
+    exchange: str = "all_reduce"  # or "all_to_all"
     sequence: bool = False
     sequence_from: int = 64
 
