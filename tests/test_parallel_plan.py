@@ -33,10 +33,11 @@ def shapes(config: InklingConfig) -> dict[str, tuple[int, ...]]:
     "plan", [Plan(4), Plan(2, 2), Plan(2, 2, ep=2), Plan(4, ep=1), Plan(1, 4)], ids=["tp", "tp dp", "ep", "width", "dp"]
 )
 def test_every_element_has_its_owners(plan):
+    tables = [Share(FOUR, plan, rank).slices() for rank in range(plan.world)]
     for name, shape in shapes(FOUR).items():
         held = torch.zeros(shape, dtype=torch.int32)
-        for rank in range(plan.world):
-            held[Share(FOUR, plan, rank).slices().get(name, ())] += 1
+        for table in tables:
+            held[table.get(name, ())] += 1
         layer = int(name.split(".")[2]) if ".layers." in name else 0
         copies = plan.world
         if ".experts." in name:
@@ -59,8 +60,9 @@ def test_two_key_value_heads_on_four_ranks():
         "wk_dv.weight": [(0, 14), (0, 14), (14, 28), (14, 28)],
         "k_sconv.weight_proj": [(0, 4), (0, 4), (4, 8), (4, 8)],
     }
+    tables = [Share(FOUR, Plan(4), rank).slices() for rank in range(4)]
     for name, runs in expected.items():
-        cuts = [Share(FOUR, Plan(4), rank).slices()[f"llm.layers.{full}.attn.{name}"][0] for rank in range(4)]
+        cuts = [table[f"llm.layers.{full}.attn.{name}"][0] for table in tables]
         assert [(cut.start, cut.stop) for cut in cuts] == runs, name
     assert Share(FOUR, Plan(4), 3).n_local_kv_heads(full) == 1
 

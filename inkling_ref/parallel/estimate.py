@@ -147,9 +147,7 @@ def estimate(
     return Estimate(work, *_collectives(config, plan, N, is_cut, link or Link()))
 
 
-def _collectives(
-    config: InklingConfig, plan: Plan, N: int, is_cut: bool, link: Link
-) -> tuple[int, int | float, int | float]:
+def _collectives(config: InklingConfig, plan: Plan, N: int, is_cut: bool, link: Link) -> list[int | float]:
     """Calls, bytes and seconds of a pass over N tokens in each dp group, up to the hidden states."""
     text, tp, dp = config.text, plan.tp, plan.dp
     D, k, L = text.hidden_size, text.num_experts_per_tok, text.num_hidden_layers

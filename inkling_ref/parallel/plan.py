@@ -170,23 +170,19 @@ class Share:
             a, K = text.attention(layer), text.conv_kernel_size
             H, G, d = self.n_local_heads(layer), self.n_local_kv_heads(layer), a.head_dim
             h, g = H * self.tp_index, a.num_key_value_heads * self.tp_index // self.plan.tp
-
-            def heads(size: int, h: int = h, H: int = H) -> slice:
-                return slice(h * size, (h + H) * size)
-
-            def kv_heads(size: int, g: int = g, G: int = G) -> slice:
-                return slice(g * size, (g + G) * size)
-
+            # Rows of so many for each head.
+            one, states, relative = (slice(h * size, (h + H) * size) for size in (1, d, text.d_rel))
+            kv_states, kv_taps = (slice(g * size, (g + G) * size) for size in (d, K))
             of_layer = {
-                "attn.wq_du.weight": (heads(d),),
-                "attn.gate_attn.weight": (heads(d),),
-                "attn.wr_du.weight": (heads(text.d_rel),),
-                "attn.attn_sink_proj.weight": (heads(1),),
-                "attn.q_l2_clip.scale": (heads(1),),
-                "attn.rel_l2_clip.scale": (heads(1),),
-                "attn.wo_ud.weight": (slice(None), heads(d)),
-                "attn.wk_dv.weight": (kv_heads(d),),
-                "attn.wv_dv.weight": (kv_heads(d),),
+                "attn.wq_du.weight": (states,),
+                "attn.gate_attn.weight": (states,),
+                "attn.wr_du.weight": (relative,),
+                "attn.attn_sink_proj.weight": (one,),
+                "attn.q_l2_clip.scale": (one,),
+                "attn.rel_l2_clip.scale": (one,),
+                "attn.wo_ud.weight": (slice(None), states),
+                "attn.wk_dv.weight": (kv_states,),
+                "attn.wv_dv.weight": (kv_states,),
                 "attn_sconv.weight": channels,
                 "mlp_sconv.weight": channels,
                 "mlp.experts.w13_weight": (experts, slice(2 * columns.start, 2 * columns.stop)),
@@ -194,10 +190,10 @@ class Share:
             }
             for conv in ("attn.k_sconv", "attn.v_sconv"):
                 if text.is_sliding(layer):
-                    of_layer[f"{conv}.weight"] = (kv_heads(d),)
+                    of_layer[f"{conv}.weight"] = (kv_states,)
                 else:
-                    of_layer[f"{conv}.static_w"] = (slice(None), kv_heads(d))
-                    of_layer[f"{conv}.weight_proj"] = (kv_heads(K),)
+                    of_layer[f"{conv}.static_w"] = (slice(None), kv_states)
+                    of_layer[f"{conv}.weight_proj"] = (kv_taps,)
             table |= {f"llm.layers.{layer}.{name}": cut for name, cut in of_layer.items()}
         return table
 
