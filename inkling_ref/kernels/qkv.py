@@ -8,6 +8,8 @@ have one warp and one of four roles: rows of queries, rows of relative states, a
 or of values. A vector of d numbers lies across 16 lanes, 8 numbers (16 bytes) each: its norm takes four exchanges.
 """
 
+# ruff: noqa: RUF005 (Triton joins tuples with +, and does not know *)
+
 import math
 from typing import NamedTuple, no_type_check
 
@@ -19,40 +21,47 @@ from torch import Tensor
 
 from ..errors import InputError
 from . import INTERPRETED, prepared, require
-from .short_conv import convolve, load_rows, load_taps, roll_state, token_major
+from .short_conv import convolve, load_dynamic, load_positions, load_rows, load_taps, packed, roll_state, token_major
 
 
 class Tile(NamedTuple):
-    """How one call is cut: rows of queries a program, tokens and heads of a program of keys or values."""
+    """How one call is cut: tokens of a run, and heads of a program of each role."""
 
-    rows: int
     tokens: int
-    heads: int
+    heads: int  # of keys, or of values
+    q_heads: int
+    r_heads: int
     warps: int = 1
 
 
 @triton.jit
 @no_type_check
 def _clipped(
-    x_ptr, scale_ptr, position_ptr, out_ptr, block, T, x_t, threshold, floor, alpha,
-    H: tl.constexpr, d: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, LOG: tl.constexpr,
+    x_ptr, scale_ptr, position_ptr, out_ptr, part, start, T, x_t, threshold, floor, alpha,
+    H: tl.constexpr, d: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
+    LOG: tl.constexpr,
 ):  # fmt: skip
-    """Rows (t, h) of one batch row: scale, clip, and the factor of the position."""
-    n = block * ROWS + tl.arange(0, ROWS)
-    t, h = n // H, n % H
-    c = tl.arange(0, WIDTH)
-    live = (t < T)[:, None]
+    """A run of tokens of some heads of one batch row: scale, clip, and the factor of the position."""
+    h, e = part * HEADS + tl.arange(0, HEADS)[:, None], tl.arange(0, WIDTH)[None, :]
+    c = h * d + e
+    inside = tl.full([HEADS, WIDTH], True, tl.int1)
+    if H % HEADS != 0:
+        inside = inside & (h < H)
     if d != WIDTH:
-        live = live & (c < d)[None, :]
-    place = (h * d)[:, None] + c[None, :]
-    u = tl.load(x_ptr + t.to(tl.int64)[:, None] * x_t + place, mask=live, other=0.0).to(tl.float32)
-    u *= tl.load(scale_ptr + place, mask=live, other=0.0).to(tl.float32)
-    factor = tl.minimum(threshold / (tl.sqrt(tl.sum(u * u, 1)) + 1e-6), 1.0)
+        inside = inside & (e < d)
+    rows = load_rows(x_ptr + c, x_ptr, x_t, 0, start, 0, T, 0, inside, 1, 0, TOKENS)
+    positions = ()
     if LOG:
-        position = tl.load(position_ptr + t, mask=t < T, other=0)
-        factor *= 1.0 + alpha * tl.log(tl.maximum((position + 1).to(tl.float32) / floor, 1.0))
-    out = out_ptr + t.to(tl.int64)[:, None] * (H * d) + place
-    tl.store(out, (u * factor[:, None]).to(out_ptr.dtype.element_ty), mask=live)
+        positions = load_positions(position_ptr, start, T, TOKENS)
+    scale = tl.load(scale_ptr + c, mask=inside, other=0.0).to(tl.float32)
+    out_ptr += start.to(tl.int64) * (H * d) + c
+    for i in tl.static_range(TOKENS):
+        u = rows[i].to(tl.float32) * scale
+        factor = tl.minimum(threshold / (tl.sqrt(tl.sum(u * u, 1)) + 1e-6), 1.0)
+        if LOG:
+            factor *= 1.0 + alpha * tl.log(tl.maximum((positions[i] + 1).to(tl.float32) / floor, 1.0))
+        u = (u * factor[:, None]).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + i * (H * d), u, mask=inside & (start + i < T))
 
 
 @triton.jit
@@ -61,8 +70,8 @@ def _convolved(
     x_ptr, tap_ptr, dynamic_ptr, state_ptr, document_ptr, cache_ptr, table_ptr, part, start, T, slot0, rejected,
     x_t, tap_j, dynamic_t, state_n, cache_p, cache_g, cache_s, scale, limit,
     G: tl.constexpr, d: tl.constexpr, K: tl.constexpr, N: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
-    WIDTH: tl.constexpr, VALUE: tl.constexpr, DYNAMIC: tl.constexpr, DOCUMENTS: tl.constexpr, ROLL: tl.constexpr,
-    PAGE: tl.constexpr,
+    WIDTH: tl.constexpr, VALUE: tl.constexpr, DYNAMIC: tl.constexpr, PACKED: tl.constexpr, DOCUMENTS: tl.constexpr,
+    ROLL: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     """A run of tokens of some heads of one batch row: convolution, clip or RMS, cache, and the state's next inputs."""
     head = tl.arange(0, HEADS)[:, None]
@@ -74,62 +83,76 @@ def _convolved(
     if d != WIDTH:
         inside = inside & (e < d)
     x, state = x_ptr + c, state_ptr + c
+    dynamic, positions = (), ()
+    if DYNAMIC:
+        dynamic_ptr += part * (HEADS * K)
+        heads = G - part * HEADS
+        dynamic = load_dynamic(dynamic_ptr, dynamic_t, start, T, head, heads, K, TOKENS, HEADS, PACKED)
+    if DOCUMENTS:
+        positions = load_positions(document_ptr, start, T, TOKENS)
+    slots = ()
+    for i in tl.static_range(TOKENS):
+        slot = slot0 + start + i
+        if PAGE > 0:
+            page = tl.load(table_ptr + slot // PAGE, mask=start + i < T, other=0).to(tl.int64)
+            slots = slots + (page * cache_p + slot % PAGE * cache_s,)
+        else:
+            slots = slots + (slot.to(tl.int64) * cache_s,)
     rows = load_rows(x, state, x_t, state_n, start, 0, T, rejected, inside, K, N, TOKENS)
     taps = load_taps(tap_ptr + c, tap_j, scale, inside, K)
     if ROLL:  # this run is the whole call
         roll_state(x, state, x_t, state_n, T, rejected, inside, N)
+    cache_ptr += g.to(tl.int64) * cache_g + e
     for i in tl.static_range(TOKENS):
-        t = start + i
-        live = t < T
-        position = 0
-        if DOCUMENTS:
-            position = tl.load(document_ptr + t, mask=live, other=0)
-        dynamic = dynamic_ptr + t.to(tl.int64) * dynamic_t + part * (HEADS * K)
-        y = convolve(
-            rows, taps, dynamic, position, head, G - part * HEADS, live, scale, i, K, HEADS, DYNAMIC, DOCUMENTS
-        )  # fmt: skip
+        y = convolve(rows, taps, dynamic, positions, scale, i, K, DYNAMIC, DOCUMENTS)
         square = tl.sum(y * y, 1)
         if VALUE:
             factor = tl.rsqrt(square / d + limit)
         else:
             factor = tl.minimum(limit / (tl.sqrt(square) + 1e-6), 1.0)
-        slot = (slot0 + t).to(tl.int64)
-        if PAGE > 0:
-            page = tl.load(table_ptr + slot // PAGE, mask=live, other=0).to(tl.int64)
-            slot = page * cache_p + slot % PAGE * cache_s
-        else:
-            slot = slot * cache_s
-        out = cache_ptr + slot + g.to(tl.int64) * cache_g + e
-        tl.store(out, (y * factor[:, None]).to(cache_ptr.dtype.element_ty), mask=inside & live)
+        y = (y * factor[:, None]).to(cache_ptr.dtype.element_ty)
+        tl.store(cache_ptr + slots[i], y, mask=inside & (start + i < T))
 
 
-@triton.jit(do_not_specialize=["T", "clipped_rows", "clipped_states", "runs"])
+@triton.jit(do_not_specialize=["T"])
 @no_type_check
 def _prepare(
     q_ptr, r_ptr, k_ptr, v_ptr, q_scale_ptr, r_scale_ptr, k_tap_ptr, v_tap_ptr, k_dynamic_ptr, v_dynamic_ptr,
     key_ptr, value_ptr, length_ptr, table_ptr, state_ptr, rejected_ptr, position_ptr, document_ptr,
-    q_out_ptr, r_out_ptr, T, clipped_rows, clipped_states, runs,
+    q_out_ptr, r_out_ptr, T,
     q_b, q_t, r_b, r_t, k_b, k_t, v_b, v_t, tap_j, k_dynamic_b, k_dynamic_t, v_dynamic_b, v_dynamic_t,
     key_b, key_g, key_s, value_b, value_g, value_s, table_b, state_b, state_n, position_b, document_b,
     qk_threshold, r_threshold, eps, floor, alpha, conv_scale,
     H: tl.constexpr, G: tl.constexpr, d: tl.constexpr, R: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
-    ROWS: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, R_WIDTH: tl.constexpr,
-    R_ROWS: tl.constexpr, LOG: tl.constexpr, DYNAMIC: tl.constexpr, DOCUMENTS: tl.constexpr, ROLL: tl.constexpr,
-    LENGTHS: tl.constexpr, REJECTED: tl.constexpr, PAGE: tl.constexpr, DEPENDENT: tl.constexpr,
+    TOKENS: tl.constexpr, HEADS: tl.constexpr, Q_HEADS: tl.constexpr, R_HEADS: tl.constexpr, WIDTH: tl.constexpr,
+    R_WIDTH: tl.constexpr, LOG: tl.constexpr, DYNAMIC: tl.constexpr, PACKED: tl.constexpr, DOCUMENTS: tl.constexpr,
+    ROLL: tl.constexpr, LENGTHS: tl.constexpr, REJECTED: tl.constexpr, PAGE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    if DEPENDENT:  # launched before the kernel in front of it has ended
-        tl.extra.cuda.gdc_wait()
+    if DEPENDENT:  # the next kernel may start, and wait here as this one does for the kernel in front of it
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    Q_PARTS: tl.constexpr = (H + Q_HEADS - 1) // Q_HEADS
+    R_PARTS: tl.constexpr = (H + R_HEADS - 1) // R_HEADS
     PARTS: tl.constexpr = (G + HEADS - 1) // HEADS
-    role = tl.program_id(0)
+    ROLES: tl.constexpr = Q_PARTS + R_PARTS + 2 * PARTS
+    part, start = tl.program_id(0) % ROLES, tl.program_id(0) // ROLES * TOKENS
     b = tl.program_id(1).to(tl.int64)
-    if role < 2 * PARTS * runs:
+    if part >= 2 * PARTS + R_PARTS:
+        _clipped(
+            q_ptr + b * q_b, q_scale_ptr, position_ptr + b * position_b, q_out_ptr + b * T * (H * d),
+            part - 2 * PARTS - R_PARTS, start, T, q_t, qk_threshold, floor, alpha, H, d, TOKENS, Q_HEADS, WIDTH, LOG,
+        )  # fmt: skip
+    elif part >= 2 * PARTS:
+        _clipped(
+            r_ptr + b * r_b, r_scale_ptr, position_ptr + b * position_b, r_out_ptr + b * T * (H * R),
+            part - 2 * PARTS, start, T, r_t, r_threshold, floor, alpha, H, R, TOKENS, R_HEADS, R_WIDTH, LOG,
+        )  # fmt: skip
+    else:
         slot0, rejected = 0, 0
         if LENGTHS:
             slot0 = tl.load(length_ptr + b)
         if REJECTED:
             rejected = tl.load(rejected_ptr + b).to(tl.int32)
-        part, start = role % (2 * PARTS), role // (2 * PARTS) * TOKENS
         key_base, value_base = key_ptr, value_ptr
         if PAGE == 0:
             key_base, value_base = key_ptr + b * key_b, value_ptr + b * value_b
@@ -138,33 +161,22 @@ def _prepare(
                 k_ptr + b * k_b, k_tap_ptr, k_dynamic_ptr + b * k_dynamic_b, state_ptr + b * state_b,
                 document_ptr + b * document_b, key_base, table_ptr + b * table_b, part, start, T, slot0, rejected,
                 k_t, tap_j, k_dynamic_t, state_n, key_b, key_g, key_s, conv_scale, qk_threshold,
-                G, d, K, N, TOKENS, HEADS, WIDTH, False, DYNAMIC, DOCUMENTS, ROLL, PAGE,
+                G, d, K, N, TOKENS, HEADS, WIDTH, False, DYNAMIC, PACKED, DOCUMENTS, ROLL, PAGE,
             )  # fmt: skip
         else:
             _convolved(
                 v_ptr + b * v_b, v_tap_ptr, v_dynamic_ptr + b * v_dynamic_b, state_ptr + b * state_b + G * d,
                 document_ptr + b * document_b, value_base, table_ptr + b * table_b, part - PARTS, start, T, slot0,
                 rejected, v_t, tap_j, v_dynamic_t, state_n, value_b, value_g, value_s, conv_scale, eps,
-                G, d, K, N, TOKENS, HEADS, WIDTH, True, DYNAMIC, DOCUMENTS, ROLL, PAGE,
+                G, d, K, N, TOKENS, HEADS, WIDTH, True, DYNAMIC, PACKED, DOCUMENTS, ROLL, PAGE,
             )  # fmt: skip
-    elif role < 2 * PARTS * runs + clipped_rows:
-        _clipped(
-            q_ptr + b * q_b, q_scale_ptr, position_ptr + b * position_b, q_out_ptr + b * T * (H * d),
-            role - 2 * PARTS * runs, T, q_t, qk_threshold, floor, alpha, H, d, ROWS, WIDTH, LOG,
-        )  # fmt: skip
-    else:
-        _clipped(
-            r_ptr + b * r_b, r_scale_ptr, position_ptr + b * position_b, r_out_ptr + b * T * (H * R),
-            role - 2 * PARTS * runs - clipped_rows, T, r_t, r_threshold, floor, alpha, H, R, R_ROWS, R_WIDTH, LOG,
-        )  # fmt: skip
 
 
-def choose_tile(tokens: int, heads: int, width: int) -> Tile:
-    """Long calls: fewer, larger programs. Short ones: as many as there are processors."""
-    pair = 2 if heads % 2 == 0 and width <= 128 else 1
-    if tokens > 16:
-        return Tile(16, 8, pair)
-    return Tile(4, triton.next_power_of_2(tokens), 1)
+def choose_tile(T: int, G: int, d: int) -> Tile:
+    """Up to 16 tokens are one run, so that it can update the state."""
+    if T <= 16:
+        return Tile(triton.next_power_of_2(T), 1, 4 if T == 1 else 1, 16)
+    return Tile(8, 2 if G % 2 == 0 and d <= 128 else 1, 2, 16)
 
 
 def prepare_qkv(
@@ -203,7 +215,7 @@ def prepare_qkv(
     (B, T, _), (H, d), R, G = q.shape, q_scale.shape, r_scale.shape[1], keys.shape[1]
     q, r, k, v = (u if u.stride(2) == 1 else u.contiguous() for u in (q, r, k, v))
     q_scale, r_scale = q_scale.contiguous(), r_scale.contiguous()
-    tile = tile or choose_tile(B * T, G, d)
+    tile = tile or choose_tile(T, G, d)
     N = 0 if state is None else state.shape[1]
     dynamic = k_dynamic is not None
     if dynamic:
@@ -217,21 +229,18 @@ def prepare_qkv(
     roll = state is not None and tile.tokens >= T
     if state is not None and not roll and N > T:
         raise InputError(f"prepare_qkv: a state of {N} rows, expected at most {tile.tokens}")
-    runs = triton.cdiv(T, tile.tokens)
     width, r_width = triton.next_power_of_2(d), triton.next_power_of_2(R)
-    r_rows = max(1, tile.rows * width // r_width)
-    clipped_rows, clipped_states = triton.cdiv(T * H, tile.rows), triton.cdiv(T * H, r_rows)
     q_out = torch.empty(B, T, H, d, dtype=q.dtype, device=q.device)
     r_out = torch.empty(B, T, H, R, dtype=r.dtype, device=r.device)
     floor, alpha = log_scaling or (1.0, 0.0)
     page = 0 if table is None else keys.shape[2]
     early = (options or {}) | ({} if INTERPRETED else {"launch_pdl": True})
-    parts = triton.cdiv(G, tile.heads)
-    _prepare[(2 * parts * runs + clipped_rows + clipped_states, B)](
+    parts = triton.cdiv(H, tile.q_heads) + triton.cdiv(H, tile.r_heads) + 2 * triton.cdiv(G, tile.heads)
+    _prepare[(parts * triton.cdiv(T, tile.tokens), B)](
         q, r, k, v, q_scale, r_scale, k_taps, v_taps, k_dynamic, v_dynamic,
         keys, values, lengths, table if page else q, state if N else q, rejected,
         positions if log_scaling else q, document_position if document_position is not None else q,
-        q_out, r_out, T, clipped_rows, clipped_states, runs,
+        q_out, r_out, T,
         *q.stride()[:2], *r.stride()[:2], *k.stride()[:2], *v.stride()[:2], G * d,
         *(k_dynamic.stride()[:2] + v_dynamic.stride()[:2] if dynamic else (0, 0, 0, 0)),
         *keys.stride()[:3], *values.stride()[:3], table.stride(0) if page else 0,
@@ -239,10 +248,11 @@ def prepare_qkv(
         0 if not log_scaling or len(positions) == 1 else positions.stride(0),
         0 if document_position is None else document_position.stride(0),
         qk_threshold, r_threshold, eps, floor, alpha, 1 / math.sqrt(2 * K + 1 if dynamic else K + 1),
-        H=H, G=G, d=d, R=R, K=K, N=N, ROWS=tile.rows, TOKENS=tile.tokens, HEADS=tile.heads, WIDTH=width,
-        R_WIDTH=r_width, R_ROWS=r_rows, LOG=log_scaling is not None, DYNAMIC=dynamic,
-        DOCUMENTS=document_position is not None, ROLL=roll, LENGTHS=lengths is not None,
-        REJECTED=rejected is not None, PAGE=page, DEPENDENT=not INTERPRETED, num_warps=tile.warps, **early,
+        H=H, G=G, d=d, R=R, K=K, N=N, TOKENS=tile.tokens, HEADS=tile.heads, Q_HEADS=tile.q_heads, R_HEADS=tile.r_heads,
+        WIDTH=width, R_WIDTH=r_width, LOG=log_scaling is not None, DYNAMIC=dynamic,
+        PACKED=dynamic and packed(k_dynamic) and packed(v_dynamic), DOCUMENTS=document_position is not None, ROLL=roll,
+        LENGTHS=lengths is not None, REJECTED=rejected is not None, PAGE=page, DEPENDENT=not INTERPRETED,
+        num_warps=tile.warps, **early,
     )  # fmt: skip
     if N and not roll:  # runs of tokens that still read the state may not write it
         state[..., : G * d].copy_(k[:, T - N :])

@@ -21,7 +21,8 @@ from torch import Tensor
 from ..errors import InputError
 from . import INTERPRETED, prepared, require
 
-_TOKENS: int = 16  # a program's run
+_TOKENS: int = 8  # of a run of a long call
+_SHORT: int = 16  # calls of so many tokens are one run
 
 
 @triton.jit
@@ -32,9 +33,10 @@ def load_rows(
 ):  # fmt: skip
     """The K - 1 rows before a run and its own: of x from token `first` on, before it of a state of N rows, or zeros."""
     rows = ()
+    x_ptr += start.to(tl.int64) * x_t
     for i in tl.static_range(TOKENS + K - 1):
         t = start + i - (K - 1)
-        row = tl.load(x_ptr + t.to(tl.int64) * x_t, mask=inside & (t >= first) & (t < T), other=0.0)
+        row = tl.load(x_ptr + (i - (K - 1)) * x_t, mask=inside & (t >= first) & (t < T), other=0.0)
         if N > 0 and i < K - 1:
             n = N - rejected + t
             old = tl.load(state_ptr + n * state_n, mask=inside & (t < 0) & (n >= 0), other=0.0)
@@ -71,23 +73,59 @@ def roll_state(x_ptr, state_ptr, x_t, state_n, T, rejected, inside, N: tl.conste
 
 @triton.jit
 @no_type_check
-def convolve(
-    rows, taps, dynamic_ptr, position, head, heads, live, scale,
-    I: tl.constexpr, K: tl.constexpr, HEADS: tl.constexpr, DYNAMIC: tl.constexpr, DOCUMENTS: tl.constexpr,
+def load_dynamic(
+    dynamic_ptr, dynamic_t, start, T, head, heads,
+    K: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Output I of a run, in float32; `dynamic_ptr` leads to the token's K taps of the first of the program's heads."""
+    """K taps for every token of a run, in turn: each a number for each of the HEADS heads from `dynamic_ptr` on.
+
+    All of them before the first output: a load behind a store would wait for the memory in every token. PACKED: the K
+    numbers of a head are loaded as one word of 8 bytes.
+    """
+    taps = ()
+    dynamic_ptr += start.to(tl.int64) * dynamic_t
+    for i in tl.static_range(TOKENS):
+        live = start + i < T
+        for j in tl.static_range(K):
+            if j == 0 or not PACKED:
+                for m in tl.static_range(HEADS):
+                    place = dynamic_ptr + i * dynamic_t + m * K + j
+                    if PACKED:
+                        place = place.to(tl.pointer_type(tl.int64))
+                    one = tl.load(place, mask=live & (m < heads), other=0)
+                    word = one if m == 0 else tl.where(head == m, one, word)
+            tap = word
+            if PACKED:
+                tap = (word >> (16 * j)).to(tl.int16).to(dynamic_ptr.dtype.element_ty, bitcast=True)
+            taps = taps + (tap.to(tl.float32),)
+    return taps
+
+
+@triton.jit
+@no_type_check
+def load_positions(document_ptr, start, T, TOKENS: tl.constexpr):
+    """The position of every token of a run in its document."""
+    positions = ()
+    for i in tl.static_range(TOKENS):
+        positions = positions + (tl.load(document_ptr + start + i, mask=start + i < T, other=0),)
+    return positions
+
+
+@triton.jit
+@no_type_check
+def convolve(
+    rows, taps, dynamic, positions, scale,
+    I: tl.constexpr, K: tl.constexpr, DYNAMIC: tl.constexpr, DOCUMENTS: tl.constexpr,
+):  # fmt: skip
+    """Output I of a run, in float32."""
     y = tl.zeros(taps[0].shape, tl.float32)
     for j in tl.static_range(K):
         tap = taps[j]
         if DYNAMIC:
-            more = tl.load(dynamic_ptr + j, mask=live, other=0.0).to(tl.float32)
-            for m in tl.static_range(1, HEADS):
-                other = tl.load(dynamic_ptr + m * K + j, mask=live & (m < heads), other=0.0).to(tl.float32)
-                more = tl.where(head == m, other, more)
-            tap += more * scale
+            tap += dynamic[I * K + j] * scale
         u = rows[I + K - 1 - j].to(tl.float32)
         if DOCUMENTS:  # a tap that reaches before its document's start reads zero
-            u = tl.where(position >= j, u, 0.0)
+            u = tl.where(positions[I] >= j, u, 0.0)
         y += tap * u
     return y
 
@@ -99,11 +137,11 @@ def _convolve(
     dynamic_b, dynamic_t, state_b, state_n, scale,
     K: tl.constexpr, N: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK: tl.constexpr, EVEN: tl.constexpr, DYNAMIC: tl.constexpr, DOCUMENTS: tl.constexpr, ROLL: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    PACKED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    if DEPENDENT:  # launched before the kernel in front of it has ended
-        tl.extra.cuda.gdc_wait()
+    if DEPENDENT:  # the next kernel may start, and wait here as this one does for the kernel in front of it
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     part = tl.program_id(0) * HEADS
     start = tl.program_id(1) * TOKENS
     b = tl.program_id(2).to(tl.int64)
@@ -119,28 +157,33 @@ def _convolve(
     state = x
     if N > 0:
         state = state_ptr + b * state_b + c
+    dynamic, positions = (), ()
+    if DYNAMIC:
+        dynamic_row = dynamic_ptr + b * dynamic_b + part * K
+        heads = tl.cdiv(C, WIDTH) - part
+        dynamic = load_dynamic(dynamic_row, dynamic_t, start, T, head, heads, K, TOKENS, HEADS, PACKED)
+    if DOCUMENTS:
+        positions = load_positions(position_ptr + b * T, start, T, TOKENS)
     rows = load_rows(x, state, x_t, state_n, start, first, T, rejected, inside, K, N, TOKENS)
     taps = load_taps(tap_ptr + c, tap_j, scale, inside, K)
     if ROLL:
         roll_state(x, state, x_t, state_n, T, rejected, inside, N)
+    out_ptr += (b * T + start) * C + c
     for i in tl.static_range(TOKENS):
-        t = start + i
-        live = t < T
-        position = 0
-        if DOCUMENTS:
-            position = tl.load(position_ptr + b * T + t, mask=live, other=0)
-        dynamic = tap_ptr
-        if DYNAMIC:
-            dynamic = dynamic_ptr + b * dynamic_b + t.to(tl.int64) * dynamic_t + part * K
-        y = convolve(
-            rows, taps, dynamic, position, head, tl.cdiv(C, WIDTH) - part, live, scale, i, K, HEADS, DYNAMIC, DOCUMENTS
-        )
-        tl.store(out_ptr + (b * T + t) * C + c, y.to(out_ptr.dtype.element_ty), mask=inside & live)
+        y = convolve(rows, taps, dynamic, positions, scale, i, K, DYNAMIC, DOCUMENTS)
+        tl.store(out_ptr + i * C, y.to(out_ptr.dtype.element_ty), mask=inside & (start + i < T))
 
 
 def token_major(weight: Float[Tensor, "C 1 K"]) -> Float[Tensor, "K C"]:
     """Static taps, the current token's first, the channels of one tap adjacent."""
     return weight[:, 0].t().flip(0).contiguous()
+
+
+def packed(dynamic: Float[Tensor, "B T G K"] | None) -> bool:
+    """Whether the K taps of a head are an aligned word of 8 bytes."""
+    if dynamic is None or dynamic.shape[3] * dynamic.element_size() != 8:
+        return False
+    return dynamic.data_ptr() % 8 == 0 and all(n % dynamic.shape[3] == 0 for n in dynamic.stride()[:3])
 
 
 def _launch(
@@ -155,9 +198,9 @@ def _launch(
     """`x` may be read from token `first` <= 0 on; `taps` begin with the current token's."""
     (B, T, C), K = x.shape, len(taps)
     N = 0 if state is None else state.shape[1]
-    tokens = min(_TOKENS, triton.next_power_of_2(T))
+    tokens = triton.next_power_of_2(T) if T <= _SHORT else _TOKENS
     if dynamic is None:
-        width = min(512 if T > 1 else 128, triton.next_power_of_2(C))
+        width = min(512 if T > _SHORT else 128, triton.next_power_of_2(C))
         heads, terms = 1, K + 1
     else:
         width = C // dynamic.shape[2]
@@ -171,7 +214,8 @@ def _launch(
         1 / math.sqrt(terms),
         K=K, N=N, TOKENS=tokens, HEADS=heads, WIDTH=width, BLOCK=block,
         EVEN=width == block and C % (heads * width) == 0, DYNAMIC=dynamic is not None,
-        DOCUMENTS=document_position is not None, ROLL=roll, DEPENDENT=not INTERPRETED,
+        DOCUMENTS=document_position is not None, ROLL=roll, PACKED=packed(dynamic),
+        DEPENDENT=not INTERPRETED,
         num_warps=max(1, heads * block // 256), **({} if INTERPRETED else {"launch_pdl": True}),
     )  # fmt: skip
     if N and not roll:  # runs of tokens that still read the state may not write it
@@ -222,7 +266,7 @@ def rolling_short_conv(
         InputError: see `require`; for a state with more rows than a long call has tokens.
     """
     require("rolling_short_conv", x, state, weight)
-    if max(_TOKENS, x.shape[1]) < state.shape[1]:
-        raise InputError(f"rolling_short_conv: a state of {state.shape[1]} rows, expected at most {_TOKENS}")
+    if max(_SHORT, x.shape[1]) < state.shape[1]:
+        raise InputError(f"rolling_short_conv: a state of {state.shape[1]} rows, expected at most {_SHORT}")
     x = x if x.stride(2) == 1 else x.contiguous()
     return _launch(x, 0, prepared(weight, token_major), state=state, rejected=rejected)
