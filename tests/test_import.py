@@ -23,7 +23,7 @@ ORDER = [
     {"model"},
     {"dspark"},
     {"chat", "fused", "tensor_files"},
-    {"checkpoint"},
+    {"checkpoint", "decode_step"},
     {"draft_files"},
     {"sampling"},
     {"speculative"},

@@ -1,0 +1,98 @@
+"""The decoding step with fixed addresses gives what the model gives with a growing cache."""
+
+import pytest
+import torch
+from helpers import logits, random_ids, random_model, relative_rms
+
+from inkling_ref.decode_step import DecodeStep
+from inkling_ref.errors import InputError
+
+PREFIX = [11, 4]  # tokens of the rows before the first step
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_model(dtype=torch.float64)
+
+
+def started(model, prefix=PREFIX, ids=None, **kwargs):
+    """A step that continues after a prefill of unequal rows, and the rows' tokens."""
+    ids = random_ids(len(prefix), max(prefix), seed=3) if ids is None else ids
+    mask = torch.arange(ids.shape[1]) < torch.tensor(prefix)[:, None]
+    cache = model.new_cache(len(prefix))
+    with torch.inference_mode():
+        model(ids, cache=cache, attention_mask=mask)
+        step = DecodeStep(model, len(prefix), kwargs.pop("capacity", 90), page=kwargs.pop("page", 16), **kwargs)
+        step.take(cache)
+    return step, [row[:n].tolist() for row, n in zip(ids, prefix, strict=True)]
+
+
+def check(model, step, hidden, rows, T):
+    """The step's hidden states against the whole texts, row by row, from nothing."""
+    for row, text in enumerate(rows):
+        expected = logits(model, torch.tensor([text]))[0, -T:]
+        assert relative_rms(model.llm.logits(hidden[row]), expected) < 1e-9
+
+
+@torch.inference_mode()
+def test_a_token_at_a_time_beyond_the_window_and_around_the_ring(model):
+    step, rows = started(model)
+    assert model.config.text.sliding_window_size < 40
+    for i in range(60):
+        ids = random_ids(2, 1, seed=i)
+        hidden = step(ids)
+        rows = [row + new.tolist() for row, new in zip(rows, ids, strict=True)]
+        if i % 9 in (0, 5):
+            check(model, step, hidden, rows, 1)
+
+
+@pytest.mark.parametrize("T", [2, 4])
+@torch.inference_mode()
+def test_drafts_that_are_refused_leave_no_trace(model, T):
+    step, rows = started(model, tokens=T)
+    rejected = [0, 0]
+    for i in range(14):
+        ids = random_ids(2, T, seed=50 + i)
+        hidden = step(ids, rejected)
+        rows = [row[: len(row) - n] + new.tolist() for row, n, new in zip(rows, rejected, ids, strict=True)]
+        check(model, step, hidden, rows, T)
+        rejected = [i % T, (2 * i + 1) % T]
+
+
+@torch.inference_mode()
+def test_starts_from_nothing(model):
+    step, rows = DecodeStep(model, 2, 20, tokens=3, page=16), [[], []]
+    step.take(model.new_cache(2))
+    for i in range(3):
+        ids = random_ids(2, 3, seed=i)
+        hidden = step(ids)
+        rows = [row + new.tolist() for row, new in zip(rows, ids, strict=True)]
+        check(model, step, hidden, rows, 3)
+
+
+@torch.inference_mode()
+def test_the_model_stays_what_it_was():
+    model = random_model(dtype=torch.float32)
+    ids = random_ids(1, 9)
+    before, size = logits(model, ids), sum(p.numel() for p in model.parameters())
+    DecodeStep(model, 1, 20)
+    assert torch.equal(logits(model, ids), before)
+    assert sum(p.numel() for p in model.parameters()) == size
+
+
+@torch.inference_mode()
+def test_refuses_what_does_not_fit(model):
+    with pytest.raises(InputError, match="0 rows of 1 tokens in 5 positions"):
+        DecodeStep(model, 0, 5)
+    step, _ = started(model, capacity=13, tokens=2)
+    with pytest.raises(InputError, match=r"ids \(2, 3\) and 2 counts"):
+        step(random_ids(2, 3))
+    with pytest.raises(InputError, match=r"\[1, 0\] tokens rejected, expected 0 to 0"):
+        step(random_ids(2, 2), [1, 0])
+    step(random_ids(2, 2))
+    with pytest.raises(InputError, match="13 positions are full, expected room for 13 and 2 more"):
+        step(random_ids(2, 2))
+    with pytest.raises(InputError, match="room for 11 and 2 more"):
+        started(model, capacity=12, tokens=2)
+    with pytest.raises(InputError, match="made for 2 rows, the cache has 3"):
+        step.take(model.new_cache(3))
