@@ -15,7 +15,7 @@ pytestmark = needs_device
 
 ROUTERS = {  # N, D, E, k
     "one token": (1, 96, 24, 3), "few tokens": (16, 37, 11, 4), "more tokens": (17, 37, 130, 5),
-    "two tiles": (131, 20, 384, 8), "all experts": (5, 9, 7, 7),
+    "two tiles": (69, 20, 196, 8), "all experts": (5, 9, 7, 7),
 }  # fmt: skip
 
 
@@ -54,7 +54,7 @@ def test_three_bfloat16_terms_are_the_weight():
     weight = torch.randn(7, 999)
     terms = moe_kernel.bfloat16_terms(weight)
     assert terms.dtype == torch.bfloat16
-    assert torch.equal(terms.double().sum(0), weight.double())
+    assert torch.equal(terms[..., :999].double().sum(0), weight.double())
 
 
 def test_route_sums_its_terms(monkeypatch):

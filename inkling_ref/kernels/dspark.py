@@ -21,8 +21,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..dspark import MarkovHead
 from ..errors import InputError
-from . import INTERPRETED, require
-from .head import _best_token, softcapped
+from . import INTERPRETED, processors, require
+from .approximate import tanh
+from .head import gumbel, packed, uniform
 
 _CHANNELS: int = 8  # of a program of the state's kernel
 
@@ -65,10 +66,59 @@ def _next_state(
         o_in += o_s.to(tl.float32) * s
     f = tl.sigmoid(a + tl.sum(a_in, 1))
     out = (k * B + row) * r + channels
-    tl.store(s_ptr + out, f * old + (1 - f) * softcapped(b + tl.sum(b_in, 1), 1.0), mask=own)
-    u = softcapped(o + tl.sum(o_in, 1), 1.0)
+    tl.store(s_ptr + out, f * old + (1 - f) * tanh(b + tl.sum(b_in, 1)), mask=own)
+    u = tanh(o + tl.sum(o_in, 1))
     tl.store(u_ptr + out, u.to(u_ptr.dtype.element_ty), mask=own)
     tl.store(best_ptr + k * B + row, 0x7FFFFFFFFFFFFFFF, mask=tl.program_id(0) == 0)
+
+
+@triton.jit
+@no_type_check
+def _next_token(
+    u_ptr, w_ptr, base_ptr, best_ptr, seed_ptr, position_ptr, B, V, r, base_n, inverse_temperature, is_reversed,
+    R: tl.constexpr, IDS: tl.constexpr, ROWS: tl.constexpr, SAMPLE: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr, PREFETCH: tl.constexpr,
+):  # fmt: skip
+    """Some tiles of W_2 u + base for a tile of rows, and the best of their scores into `best_ptr`."""
+    columns, rows = tl.arange(0, R), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    tiles, step = tl.cdiv(V, IDS), tl.num_programs(0)
+    turn, sign = 0, 1
+    if is_reversed:
+        turn, sign = tiles - 1, -1
+    first = turn + sign * tl.program_id(0)
+    ids = first * IDS + tl.arange(0, IDS)
+    if PDL:
+        gdc_launch_dependents()
+        for i in tl.static_range(PREFETCH):  # of weights, into the L2 cache
+            line = (first + sign * i * step) * IDS * r + tl.arange(0, IDS * R // 64) * 64
+            address = (w_ptr + tl.minimum(tl.maximum(line, 0), V * r - 1)).to(tl.int64)
+            tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [address], tl.int32, False, 1)
+    b_rows = base_ptr + rows[None, :].to(tl.int64) * base_n
+    base = tl.load(b_rows + ids[:, None], mask=(rows[None, :] < B) & (ids[:, None] < V), other=0.0)
+    if PDL:
+        gdc_wait()
+    u = tl.load(
+        u_ptr + rows[None, :] * r + columns[:, None], mask=(rows[None, :] < B) & (columns[:, None] < r), other=0.0
+    )
+    if SAMPLE:
+        seed = tl.load(seed_ptr + rows, mask=rows < B, other=0)
+        position = tl.load(position_ptr + rows, mask=rows < B, other=0)
+    best = tl.full([IDS, ROWS], 0x7FFFFFFFFFFFFFFF, tl.int64)
+    for i in tl.range(tl.program_id(0), tiles, step, num_stages=STAGES):
+        ids = (turn + sign * i) * IDS + tl.arange(0, IDS)
+        w = tl.load(
+            w_ptr + ids[:, None] * r + columns[None, :], mask=(ids[:, None] < V) & (columns[None, :] < r), other=0.0
+        )
+        following = ids + sign * step * IDS
+        mask = (rows[None, :] < B) & (following[:, None] >= 0) & (following[:, None] < V)
+        next_base = tl.load(b_rows + following[:, None], mask=mask, other=0.0)  # on its way during the product
+        z = tl.dot(w, u, base, input_precision="ieee")
+        if SAMPLE:
+            noise = gumbel(uniform((turn + sign * i) * IDS, IDS, seed, position))
+            z = z * inverse_temperature + noise
+        best = tl.minimum(best, packed(z, ids, V))
+        base = next_base
+    tl.atomic_min(best_ptr + rows, tl.min(best, 0), mask=rows < B, sem="relaxed")
 
 
 def draft_rnn(
@@ -94,8 +144,8 @@ def draft_rnn(
     s = torch.empty(n, B, r, dtype=torch.float32, device=h.device)
     u = torch.empty(n, B, r, dtype=w2.dtype, device=h.device)
     best = torch.empty(n, B, dtype=torch.int64, device=h.device)
-    R, rows = triton.next_power_of_2(r), min(64, max(16, triton.next_power_of_2(B)))
-    ids, step = (128, max(16, R)) if w2.element_size() == 2 else (64, 32)
+    R, rows = max(16, triton.next_power_of_2(r)), min(64, max(16, triton.next_power_of_2(B)))
+    ids = 128 // w2.element_size()
     positions = None if positions is None else positions.t().contiguous()
     for k in range(n):
         _next_state[(triton.cdiv(r, _CHANNELS), B)](
@@ -103,10 +153,9 @@ def draft_rnn(
             R=R, CHANNELS=_CHANNELS, FIRST=k == 0, PDL=not INTERPRETED, num_warps=4,
             launch_pdl=k > 0 and not INTERPRETED,
         )  # fmt: skip
-        _best_token[(triton.cdiv(V, ids), triton.cdiv(B, rows))](
-            u[k], w2, base[:, k], best[k], seeds, None if positions is None else positions[k], B, V, r, n * V, 0.0,
-            min(1 / temperature, 1e36) if temperature else 0.0, k % 2, D=r, STEP=step, IDS=ids, ROWS=rows,
-            HAS_BASE=True, HAS_CAP=False, SAMPLE=temperature > 0, STAGES=3, PDL=not INTERPRETED, num_warps=4,
-            launch_pdl=not INTERPRETED,
+        _next_token[(min(2 * processors(h.device), triton.cdiv(V, ids)), triton.cdiv(B, rows))](
+            u[k], w2, base[:, k], best[k], seeds, None if positions is None else positions[k], B, V, r, n * V,
+            min(1 / temperature, 1e36) if temperature else 0.0, k % 2, R=R, IDS=ids, ROWS=rows, SAMPLE=temperature > 0,
+            STAGES=3, PDL=not INTERPRETED, PREFETCH=2, num_warps=4, launch_pdl=not INTERPRETED,
         )  # fmt: skip
     return (best & 0xFFFFFFFF).t()

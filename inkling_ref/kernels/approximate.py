@@ -1,0 +1,80 @@
+"""The hardware's own approximations of elementary functions, to about 2^-22, without the code that Triton puts around
+them for results below 2^-126. They decide the time of kernels that do little else between reading and writing.
+
+The interpreter, which has no inline assembly, takes Triton's functions.
+"""
+
+from typing import no_type_check
+
+import triton
+import triton.language as tl
+
+from . import INTERPRETED
+
+_APPROX = tl.constexpr(not INTERPRETED)
+_LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+@no_type_check
+def exp2(x):
+    """2^x."""
+    if _APPROX:
+        y = tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+    else:
+        y = tl.exp2(x)
+    return y
+
+
+@triton.jit
+@no_type_check
+def log2(x):
+    """The logarithm to base 2, to about 2^-22 absolutely near 1."""
+    if _APPROX:
+        y = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+    else:
+        y = tl.log2(x)
+    return y
+
+
+@triton.jit
+@no_type_check
+def reciprocal(x):
+    """1 / x."""
+    if _APPROX:
+        y = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+    else:
+        y = 1 / x
+    return y
+
+
+@triton.jit
+@no_type_check
+def tanh_fraction(x, NEAR: tl.constexpr):
+    """2 (1 - e) and 1 + e with e = exp(-|x|), whose quotient is twice tanh |x/2|.
+
+    1 - e cancels near zero; below NEAR |x| (1 + e) takes its place, with more terms of the series if NEAR > 0.1.
+    """
+    x = tl.abs(x)
+    e = exp2(x * -_LOG2E)
+    near = x * (1 + e)
+    if NEAR > 0.1:
+        x2 = x * x
+        near *= 1 - x2 * (1 / 12 - x2 * (1 / 120 - x2 * (17 / 20160)))
+    return tl.where(x < NEAR, near, 2 - 2 * e), 1 + e
+
+
+@triton.jit
+@no_type_check
+def with_sign(x, of):
+    """x, whose sign turns where that of `of` is negative."""
+    sign = of.to(tl.int32, bitcast=True) & -0x80000000
+    return (x.to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+@no_type_check
+def tanh(x):
+    """In float32 to the last few bits."""
+    top, below = tanh_fraction(2 * x, 0.25)
+    return with_sign(0.5 * top * reciprocal(below), x)
