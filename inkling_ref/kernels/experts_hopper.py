@@ -1,0 +1,508 @@
+r"""Expert products on packed weights for Hopper, in Gluon: words of `packing` straight to the tensor cores.
+
+**Few tokens an expert** (`product`). The weights are read once and the rate of memory is the limit. A program is 64 rows
+of one expert, 4 warps of 16, over all columns, against an item of up to 8 tokens:
+
+1. a lane loads 16 bytes: weights that it hands itself to `mma.sync.m16n8k16` as left operand. (The weights are the left
+   one because it has 16 rows; the right one has 8 columns, which 8 tokens fill.)
+2. four words become 16 registers of two bfloat16: eight bit operations a word, one multiplication a register, all exact.
+3. activations are read in their natural order: the words' column order is such that a lane needs one run of a block.
+   An empty slot repeats the item's first token, which costs no traffic.
+4. outer scale, SwiGLU or routing weight are applied to the float32 sums.
+
+There is no shared memory, no barrier and no split sum. The next step's words are loaded before this step's arithmetic.
+
+**One pair an item** (ONE). With one token eight experts are read, 34 us at the rate of a copy, and all else shows. Activations
+are staged in shared memory once, not read from L2 by every warp; a warp barrier keeps the compiler from sinking the
+loads below the arithmetic; the second product starts its loads before the first has ended; and the program that is
+the last of a token and tile sums the k experts, in order, so that no third kernel is needed and the result does not
+depend on who was last.
+
+**Many tokens an expert** (`tile_product`). The rate of the tensor cores is the limit. 256 rows against 64 or 128 tokens:
+decoded words go to `wgmma` as left operand from registers, activations through shared memory in the words' column
+order. While the tensor cores multiply 64 columns, the next 64 are decoded.
+
+Reshape, permute and join give registers and lanes new names; no instruction comes of them, which
+`convert_layout(..., assert_trivial=True)` makes sure of at compile time.
+"""
+
+from typing import no_type_check
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+
+from .approximate import exp2, reciprocal, tanh_fraction, with_sign
+
+_OLD = gl.constexpr(not hasattr(async_copy, "async_load"))  # Triton 3.6
+_async_load = async_copy.async_copy_global_to_shared if _OLD else async_copy.async_load
+
+
+@triton.jit
+@no_type_check
+def swiglu(g, u, gate_rate, up_rate, quarter, NEAR: tl.constexpr):
+    """cap(g) sigmoid(g) cap(u) as three quotients over one denominator; the rates are 2 / cap, `quarter` a 4th of both."""
+    top_g, below_g = tanh_fraction(g * gate_rate, NEAR)
+    top_u, below_u = tanh_fraction(u * up_rate, NEAR)
+    below = below_g * below_u * (1 + exp2(g * -1.4426950408889634))
+    return with_sign(with_sign(quarter * top_g * top_u * reciprocal(below), g), u)
+
+
+def _assembly(lines: str) -> gl.constexpr:
+    return gl.constexpr("{\n.reg .b32 a, b;\n" + lines + "}")
+
+
+# One word each of a pair, $8 and $9; the scales of r = 0 in $10 (and $11), of r = 1 in $12; registers q = 2 h + r.
+NVFP4_WORDS = _assembly(
+    "".join(
+        f"""
+and.b32 a, ${8 + p}, 0x81C081C0;
+mul.bf16x2 ${4 * p}, a, $10;
+shl.b32 a, ${8 + p}, 6;
+and.b32 a, a, 0x81C081C0;
+mul.bf16x2 ${4 * p + 1}, a, $12;
+shf.r.wrap.b32 a, ${8 + p}, ${8 + p}, 4;
+and.b32 a, a, 0x81C081C0;
+mul.bf16x2 ${4 * p + 2}, a, $10;
+shl.b32 a, ${8 + p}, 2;
+shr.u32 b, ${8 + p}, 6;
+lop3.b32 a, a, b, 0x81C081C0, 0x28;
+mul.bf16x2 ${4 * p + 3}, a, $12;
+"""
+        for p in range(2)
+    )
+)
+# Two words, h = 0 and 1, $4 and $5; the scales in $6 and $8.
+MXFP8_WORDS = _assembly(
+    "".join(
+        f"""
+shl.b32 a, ${4 + p}, 8;
+and.b32 a, a, 0x80008000;
+shl.b32 b, ${4 + p}, 4;
+lop3.b32 a, b, 0x07F007F0, a, 0xEA;
+mul.bf16x2 ${2 * p}, a, $6;
+and.b32 a, ${4 + p}, 0x80008000;
+shr.u32 b, ${4 + p}, 4;
+lop3.b32 a, b, 0x07F007F0, a, 0xEA;
+mul.bf16x2 ${2 * p + 1}, a, $8;
+"""
+        for p in range(2)
+    )
+)
+
+
+def _scales_assembly(factor: int, offset: int) -> gl.constexpr:
+    # Each byte of $4 to a register that holds its bfloat16 twice.
+    return _assembly(
+        "".join(
+            f"prmt.b32 a, $4, 0, {0x4040 + 0x101 * i:#x};\nmad.lo.u32 ${i}, a, {factor}, {offset:#x};\n"
+            for i in range(4)
+        )
+    )
+
+
+NVFP4_SCALES = _scales_assembly(16, 0x76007600)
+MXFP8_SCALES = _scales_assembly(128, 0x38003800)
+_UNSCALED = gl.constexpr(256.0)  # what is left to multiply: the product of value and scale is 2^-8 of the weight
+
+
+@gluon.jit
+@no_type_check
+def _scales(packed, NVFP4: gl.constexpr):
+    """The four bytes of each word, as pairs of bfloat16."""
+    ASM: gl.constexpr = NVFP4_SCALES if NVFP4 else MXFP8_SCALES
+    FOUR: gl.constexpr = (gl.int32, gl.int32, gl.int32, gl.int32)
+    return gl.inline_asm_elementwise(ASM, "=&r,=&r,=&r,=&r,r", [packed], dtype=FOUR, is_pure=True, pack=1)
+
+
+@gluon.jit
+@no_type_check
+def _left(words, low, high, W: gl.constexpr, C: gl.constexpr, NVFP4: gl.constexpr, LEFT: gl.constexpr):
+    """Words of W warps and C chunks, and their scales [W, C, 32] of r = 0 and 1, as the left operand.
+
+    Reshape, permute and join only give registers and lanes new names: no instruction comes of them.
+    """
+    if NVFP4:
+        words = gl.reshape(words, [W, C, 32, 2, 2])  # warp, chunk, lane, s / 2, s % 2
+        low = gl.reshape(gl.join(gl.join(low, low), gl.join(low, low)), words.shape)
+        high = gl.reshape(gl.join(gl.join(high, high), gl.join(high, high)), words.shape)
+        low = gl.convert_layout(low, words.type.layout, assert_trivial=True)
+        high = gl.convert_layout(high, words.type.layout, assert_trivial=True)
+        EIGHT: gl.constexpr = (gl.bfloat16,) * 8
+        a0, a1, a2, a3, a4, a5, a6, a7 = gl.inline_asm_elementwise(
+            NVFP4_WORDS,
+            "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r",
+            [words, low, high],
+            dtype=EIGHT,
+            is_pure=True,
+            pack=2,
+        )
+        even = gl.join(gl.join(a0, a1), gl.join(a2, a3))
+        odd = gl.join(gl.join(a4, a5), gl.join(a6, a7))
+        a = gl.reshape(gl.join(even, odd), [W, C, 8, 4, 2, 2, 2, 2, 2])  # warp, chunk, g, t, s / 2, e, r, h, s % 2
+        a = gl.permute(a, [0, 6, 2, 1, 4, 8, 7, 3, 5])
+    else:
+        S: gl.constexpr = words.shape[0] // (W * C * 128)
+        words = gl.permute(gl.reshape(words, [W, C, S, 32, 2, 2]), [0, 1, 3, 2, 4, 5])  # ..., lane, s / 2, s % 2, h
+        low, high = gl.join(gl.join(low, low), gl.join(low, low)), gl.join(gl.join(high, high), gl.join(high, high))
+        low, high = gl.join(low, low), gl.join(high, high)
+        if S == 4:
+            low, high = gl.join(low, low), gl.join(high, high)
+        low = gl.convert_layout(gl.reshape(low, words.shape), words.type.layout, assert_trivial=True)
+        high = gl.convert_layout(gl.reshape(high, words.shape), words.type.layout, assert_trivial=True)
+        FOUR: gl.constexpr = (gl.bfloat16,) * 4
+        a0, a1, a2, a3 = gl.inline_asm_elementwise(
+            MXFP8_WORDS, "=&r,=&r,=&r,=&r,r,r,r,r,r,r", [words, low, high], dtype=FOUR, is_pure=True, pack=2
+        )
+        a = gl.join(gl.join(a0, a1), gl.join(a2, a3))
+        a = gl.reshape(a, [W, C, 8, 4, S, 2, 2, 2, 2])  # warp, chunk, g, t, s / 2, s % 2, e, r, h
+        a = gl.permute(a, [0, 7, 2, 1, 4, 5, 8, 3, 6])
+    # warp, r, g | chunk, s / 2, s % 2, h, t, e
+    return gl.convert_layout(gl.reshape(a, [16 * W, a.numel // (16 * W)]), LEFT, assert_trivial=True)
+
+
+@gluon.jit
+@no_type_check
+def _right(x, NVFP4: gl.constexpr, RIGHT: gl.constexpr):
+    """Activations [256, 8] in natural order as the right operand."""
+    if NVFP4:
+        x = gl.reshape(x, [4, 4, 4, 2, 2, 8])  # chunk, t, s, h, e, n
+    else:
+        x = gl.reshape(x, [x.numel // 1024, 4, 8, 2, 2, 8])
+    COLUMNS: gl.constexpr = x.numel // 8
+    x = gl.permute(x, [0, 2, 3, 1, 4, 5])
+    return gl.convert_layout(gl.reshape(x, [COLUMNS, 8]), RIGHT, assert_trivial=True)
+
+
+@triton.jit
+@no_type_check
+def _sync():
+    tl.debug_barrier()
+
+
+@gluon.jit
+@no_type_check
+def _asm(INSTRUCTION: gl.constexpr):
+    gl.inline_asm_elementwise(INSTRUCTION, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+WARP_BARRIER = gl.constexpr("bar.warp.sync 0xffffffff; // $0")
+WAIT = gl.constexpr("griddepcontrol.wait; // $0")
+LAUNCH = gl.constexpr("griddepcontrol.launch_dependents; // $0")
+
+
+@gluon.jit
+@no_type_check
+def product(
+    x_ptr, word_ptr, scale_ptr, amax_ptr, denominator_ptr, expert_ptr, slot_ptr, weight_ptr, part_ptr,
+    out_ptr, counter_ptr, counters, gate_rate, up_rate, quarter,
+    K: gl.constexpr, TILES: gl.constexpr, STEPS: gl.constexpr, X_STRIDE: gl.constexpr, WIDTH: gl.constexpr,
+    TOP_K: gl.constexpr, NVFP4: gl.constexpr, FIRST: gl.constexpr, ONE: gl.constexpr, PADDED: gl.constexpr,
+    VARIANT: gl.constexpr,
+    NEAR: gl.constexpr,
+):  # fmt: skip
+    """64 rows of one expert against 8 slots: of W13 (FIRST), with SwiGLU, or of W2, times the routing weight.
+
+    ONE: every pair is an item of its own, `slot_ptr` holds the experts' ids, and the k-th program of a token and tile sums.
+    """
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, k_width=2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, k_width=2)
+    if NVFP4:
+        C: gl.constexpr = 4
+        WORDS: gl.constexpr = gl.DistributedLinearLayout(
+            [[1], [2], [128], [256]], [[4], [8], [16], [32], [64]], [[512], [1024]], [], [2048]
+        )
+        SCALES: gl.constexpr = gl.DistributedLinearLayout([[1]], [[2], [4], [8], [16], [32]], [[64], [128]], [], [256])
+        X: gl.constexpr = gl.DistributedLinearLayout(
+            [[1, 0], [2, 0], [4, 0], [8, 0], [64, 0], [128, 0]], [[16, 0], [32, 0], [0, 1], [0, 2], [0, 4]],
+            [[0, 0], [0, 0]], [], [256, 8]
+        )  # fmt: skip
+    elif VARIANT & 16:
+        C: gl.constexpr = 1
+        WORDS: gl.constexpr = gl.DistributedLinearLayout(
+            [[1], [2], [128], [256]], [[4], [8], [16], [32], [64]], [[512], [1024]], [], [2048]
+        )
+        SCALES: gl.constexpr = gl.DistributedLinearLayout([], [[1], [2], [4], [8], [16]], [[32], [64]], [], [128])
+        X: gl.constexpr = gl.DistributedLinearLayout(
+            [[1, 0], [2, 0], [4, 0], [8, 0], [16, 0]], [[32, 0], [64, 0], [0, 1], [0, 2], [0, 4]],
+            [[0, 0], [0, 0]], [], [128, 8]
+        )  # fmt: skip
+    else:
+        C: gl.constexpr = 2
+        WORDS: gl.constexpr = gl.DistributedLinearLayout(
+            [[1], [2], [128], [256], [512]], [[4], [8], [16], [32], [64]], [[1024], [2048]], [], [4096]
+        )
+        SCALES: gl.constexpr = gl.DistributedLinearLayout([], [[1], [2], [4], [8], [16]], [[32], [64]], [], [128])
+        X: gl.constexpr = gl.DistributedLinearLayout(
+            [[1, 0], [2, 0], [4, 0], [8, 0], [16, 0], [128, 0]], [[32, 0], [64, 0], [0, 1], [0, 2], [0, 4]],
+            [[0, 0], [0, 0]], [], [256, 8]
+        )  # fmt: skip
+    A_STEP: gl.constexpr = WORDS.shape[0]  # words a step of the whole program
+    S_STEP: gl.constexpr = SCALES.shape[0]
+    HALF: gl.constexpr = VARIANT & 16 != 0
+    COLS: gl.constexpr = 128 if HALF else 256
+    UNITS: gl.constexpr = STEPS * 2 if HALF else STEPS
+    tile, item = gl.program_id(0), gl.program_id(1)
+    if FIRST:
+        _asm(WAIT)
+    if ONE:
+        expert = gl.load(slot_ptr + item).to(gl.int32)
+    else:
+        expert = gl.load(expert_ptr + item)
+    if expert >= 0:
+        i = gl.arange(0, A_STEP, layout=WORDS)
+        if HALF:
+            i = i // 512 * 1024 + i % 512
+        words = word_ptr + (expert.to(gl.int64) * TILES + tile) * (UNITS * A_STEP) + i
+        scales = scale_ptr + (expert * TILES + tile) * (STEPS * S_STEP) + gl.arange(0, S_STEP, layout=SCALES)
+        w, s = gl.load(words), gl.load(scales)
+        if not FIRST:
+            _asm(WAIT)
+        k = gl.arange(0, COLS, layout=gl.SliceLayout(1, X))
+        if ONE:
+            LINE: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
+            SHARED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+            memory = gl.allocate_shared_memory(gl.bfloat16, [PADDED], SHARED)
+            line = gl.arange(0, PADDED, layout=LINE)
+            _async_load(memory, x_ptr + (item // TOP_K if FIRST else item) * X_STRIDE + line, mask=line < K)
+            async_copy.commit_group()
+            async_copy.wait_group(0)
+            _sync()
+            if _OLD:
+                staged = memory._reinterpret(gl.bfloat16, [PADDED // COLS, COLS], SHARED)
+            else:
+                staged = memory.reinterpret(gl.bfloat16, [PADDED // COLS, COLS], SHARED)
+        else:
+            slots = gl.load(slot_ptr + item * 8 + gl.arange(0, 8, layout=gl.SliceLayout(0, X)))
+            slots = gl.where(slots < 0, ~slots, slots)
+            x_rows = x_ptr + ((slots // TOP_K if FIRST else slots) * X_STRIDE)[None, :] + k[:, None]
+        acc = gl.zeros([64, 8], gl.float32, MMA)
+        if VARIANT & 4:
+            x_next = gl.load(x_rows)
+        for step in range(UNITS):
+            if ONE:
+                more = step + 1 < UNITS
+                if HALF:
+                    w_next = gl.load(words + ((step + 1) // 2 * (2 * A_STEP) + (step + 1) % 2 * 512), mask=more)
+                    s_next = gl.load(scales + (step + 1) // 2 * S_STEP, mask=more)
+                else:
+                    w_next = gl.load(words + (step + 1) * A_STEP, mask=more)
+                    s_next = gl.load(scales + (step + 1) * S_STEP, mask=more)
+                if not VARIANT & 1:
+                    _asm(WARP_BARRIER)
+                x = gl.expand_dims(staged.index(step).load(gl.SliceLayout(1, X)), 1)
+                x, _ = gl.broadcast(x, gl.full([COLS, 8], 0, gl.bfloat16, X))
+            else:
+                ahead = gl.minimum(step + 1, UNITS - 1)
+                if HALF:
+                    w_next = gl.load(words + (ahead // 2 * (2 * A_STEP) + ahead % 2 * 512))
+                    s_next = gl.load(scales + ahead // 2 * S_STEP)
+                else:
+                    w_next, s_next = gl.load(words + ahead * A_STEP), gl.load(scales + ahead * S_STEP)
+                if VARIANT & 4:
+                    x = x_next
+                    x_next = gl.load(x_rows + ahead * COLS)
+                    if VARIANT & 2:
+                        _asm(WARP_BARRIER)
+                elif K % 256 == 0:
+                    x = gl.load(x_rows + step * COLS)
+                    if VARIANT & 2:
+                        _asm(WARP_BARRIER)
+                else:
+                    x = gl.load(
+                        x_rows + step * COLS, mask=(k + step * COLS < K)[:, None] & (slots >= 0)[None, :], other=0.0
+                    )
+            if HALF:
+                low, high, _, _ = _scales(s >> (step % 2 * 16), NVFP4)
+                low, high = gl.reshape(low, [4, 1, 32]), gl.reshape(high, [4, 1, 32])
+            else:
+                s0, s1, s2, s3 = _scales(s, NVFP4)  # two chunks, r = 0 and 1 of each
+                low = gl.permute(gl.reshape(gl.join(s0, s2), [4, 32, C]), [0, 2, 1])
+                high = gl.permute(gl.reshape(gl.join(s1, s3), [4, 32, C]), [0, 2, 1])
+            acc = mma_v2(_left(w, low, high, 4, C, NVFP4, LEFT), _right(x, NVFP4, RIGHT), acc)
+            w, s = w_next, s_next
+        _asm(LAUNCH)
+        if NVFP4:
+            acc = acc * (gl.load(amax_ptr + expert) / gl.load(denominator_ptr) * 256)
+        else:
+            acc = acc * 256
+        by_row = gl.reshape(acc, [4, 2, 8, 8])  # warp, r, g, n
+        if FIRST:
+            gate, up = gl.split(gl.permute(by_row, [0, 2, 3, 1]))
+            y = gl.reshape(swiglu(gate, up, gate_rate, up_rate, quarter, NEAR), [32, 8])
+        else:
+            y = gl.reshape(gl.permute(by_row, [0, 2, 1, 3]), [64, 8])
+        ROWS: gl.constexpr = y.shape[0]
+        OUT: gl.constexpr = y.type.layout
+        rows = tile * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
+        n = gl.arange(0, 8, layout=gl.SliceLayout(0, OUT))
+        pairs = gl.where(n == 0, item, -1) if ONE else gl.load(slot_ptr + item * 8 + n)
+        if not FIRST:
+            y = y * gl.load(weight_ptr + pairs, mask=pairs >= 0, other=0.0)[None, :]
+        mask = (pairs >= 0)[None, :] & (rows < WIDTH)[:, None]
+        gl.store(part_ptr + (pairs * WIDTH)[None, :] + rows[:, None], y.to(part_ptr.dtype.element_ty), mask=mask)
+        if ONE and FIRST:
+            if item == 0:
+                for place in range(tile, counters, TILES):
+                    gl.store(counter_ptr + place, 0)
+        if ONE and not FIRST and not VARIANT & 8:
+            _sync()  # all of the program's stores come before its count
+            token = item // TOP_K
+            if gl.atomic_add(counter_ptr + token * TILES + tile, 1, sem="acq_rel") == TOP_K - 1:
+                FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+                row = tile * 64 + gl.arange(0, 64, layout=FLAT)
+                total = gl.zeros([64], gl.float32, FLAT)
+                for choice in gl.static_range(TOP_K):
+                    part = part_ptr + (token * TOP_K + choice) * WIDTH + row
+                    total += gl.load(part, mask=row < WIDTH, other=0.0, cache_modifier=".cg")
+                gl.store(out_ptr + token * WIDTH + row, total.to(out_ptr.dtype.element_ty), mask=row < WIDTH)
+
+
+@gluon.jit
+@no_type_check
+def _chunk_scales(packed, u: gl.constexpr, NVFP4: gl.constexpr):
+    """Scales of r = 0 and 1 for the u-th 64 columns of a step."""
+    s0, s1, s2, s3 = _scales(packed, NVFP4)
+    if NVFP4:
+        low, high = (s0, s1) if u % 2 == 0 else (s2, s3)
+        low0, low1 = gl.split(gl.reshape(low, [16, 32, 2]))
+        high0, high1 = gl.split(gl.reshape(high, [16, 32, 2]))
+        low, high = (low0, high0) if u < 2 else (low1, high1)
+    else:
+        low, high = (s0, s1) if u < 2 else (s2, s3)
+    return gl.reshape(low, [16, 1, 32]), gl.reshape(high, [16, 1, 32])
+
+
+@gluon.jit
+@no_type_check
+def _tile_product(
+    x_ptr, word_ptr, scale_ptr, slots, weight_ptr, out_ptr, tile, left, outer, gate_rate, up_rate, quarter,
+    N: gl.constexpr, STEPS: gl.constexpr, X_STRIDE: gl.constexpr, OUT_STRIDE: gl.constexpr, WIDTH: gl.constexpr,
+    TOP_K: gl.constexpr, NVFP4: gl.constexpr, FIRST: gl.constexpr, LATE: gl.constexpr, DIST: gl.constexpr,
+    NEAR: gl.constexpr,
+):  # fmt: skip
+    """256 rows, 4 tiles of the packed matrix (`left` of them beside the first are there), by N slots."""
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, N, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, k_width=2)
+    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
+    if NVFP4:  # words of 64 columns: a chunk; scales of a step
+        WORDS: gl.constexpr = gl.DistributedLinearLayout(
+            [[1], [2], [1024]], [[4], [8], [16], [32], [64]], [[128], [256], [512]], [], [2048]
+        )
+        SCALES: gl.constexpr = gl.DistributedLinearLayout(
+            [[1], [512]], [[2], [4], [8], [16], [32]], [[64], [128], [256]], [], [1024]
+        )
+    else:  # half a chunk
+        WORDS: gl.constexpr = gl.DistributedLinearLayout(
+            [[1], [2], [128], [2048]], [[4], [8], [16], [32], [64]], [[256], [512], [1024]], [], [4096]
+        )
+        SCALES: gl.constexpr = gl.DistributedLinearLayout(
+            [[256]], [[1], [2], [4], [8], [16]], [[32], [64], [128]], [], [512]
+        )
+    PART: gl.constexpr = WORDS.shape[0] // 16  # words of a warp
+    BYTES: gl.constexpr = SCALES.shape[0] // 4  # scale words of a tile and step
+    i = gl.arange(0, PART * 16, layout=WORDS)
+    words = word_ptr + gl.minimum(i // (4 * PART), left).to(gl.int64) * (STEPS * 16 * PART)
+    words += i // PART % 4 * (4 * PART) + i % PART
+    j = gl.arange(0, BYTES * 4, layout=SCALES)
+    scales = scale_ptr + gl.minimum(j // BYTES, left) * (STEPS * BYTES) + j % BYTES
+
+    pairs = gl.load(slots + gl.arange(0, N, layout=gl.SliceLayout(1, COPY)))
+    pairs = gl.where(pairs < 0, ~pairs, pairs)
+    x_rows = x_ptr + ((pairs // TOP_K if FIRST else pairs) * X_STRIDE)[:, None]
+    x_rows += gl.arange(0, 64, layout=gl.SliceLayout(0, COPY))[None, :]
+    # One buffer each: the compiler would put a barrier between a read and a write of one and the same.
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    memory = (
+        gl.allocate_shared_memory(gl.bfloat16, [N, 64], SHARED), gl.allocate_shared_memory(gl.bfloat16, [N, 64], SHARED),
+        gl.allocate_shared_memory(gl.bfloat16, [N, 64], SHARED), gl.allocate_shared_memory(gl.bfloat16, [N, 64], SHARED),
+    )  # fmt: skip
+    for c in gl.static_range(DIST):
+        _async_load(memory[c], x_rows + c * 64)
+        async_copy.commit_group()
+    s = gl.load(scales)
+    low, high = _chunk_scales(s, 0, NVFP4)
+    a = _left(gl.load(words), low, high, 16, 1, NVFP4, LEFT)
+    w = gl.load(words + PART)
+    acc = gl.zeros([256, N], gl.float32, MMA)
+    for step in range(STEPS):
+        next_step = gl.minimum(step + 1, STEPS - 1)
+        s_next = gl.load(scales + next_step * BYTES)
+        for u in gl.static_range(4):
+            async_copy.wait_group(DIST - 1)
+            if not LATE:
+                _async_load(
+                    memory[(u + DIST) % 4], x_rows + ((step if u + DIST < 4 else next_step) * 256 + (u + DIST) % 4 * 64)
+                )
+                async_copy.commit_group()
+            acc = warpgroup_mma(a, memory[u].permute([1, 0]), acc, is_async=True)
+            if LATE:
+                _async_load(
+                    memory[(u + DIST) % 4], x_rows + ((step if u + DIST < 4 else next_step) * 256 + (u + DIST) % 4 * 64)
+                )
+                async_copy.commit_group()
+            if u == 3:
+                s = s_next
+            low, high = _chunk_scales(s, (u + 1) % 4, NVFP4)
+            a_next = _left(w, low, high, 16, 1, NVFP4, LEFT)
+            w = gl.load(words + ((step if u < 2 else next_step) * (16 * PART) + (u + 2) % 4 * PART))
+            acc, a = warpgroup_mma_wait(0, deps=[acc, a])
+            a = a_next
+    async_copy.wait_group(0)
+    by_row = gl.reshape(acc * outer, [16, 2, 8, N])  # warp, r, g, n
+    if FIRST:
+        gate, up = gl.split(gl.permute(by_row, [0, 2, 3, 1]))
+        y = swiglu(gate, up, gate_rate, up_rate, quarter, NEAR).to(out_ptr.dtype.element_ty)
+        S: gl.constexpr = 4 if NVFP4 else 8
+        y = gl.permute(gl.reshape(y, [8 // S, 4, S, 2, 2, N]), [0, 2, 3, 1, 4, 5])
+        y = gl.convert_layout(gl.reshape(y, [128, N]), gl.BlockedLayout([8, 1], [16, 2], [1, 8], [0, 1]))
+    else:
+        y = gl.reshape(gl.permute(by_row, [0, 2, 1, 3]), [256, N])
+    ROWS: gl.constexpr = y.shape[0]
+    OUT: gl.constexpr = y.type.layout
+    rows = tile * (ROWS // 4) + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
+    pairs = gl.load(slots + gl.arange(0, N, layout=gl.SliceLayout(0, OUT)))
+    if not FIRST:
+        y = y * gl.load(weight_ptr + pairs, mask=pairs >= 0, other=0.0)[None, :]
+    mask = (pairs >= 0)[None, :] & (rows < WIDTH)[:, None]
+    gl.store(out_ptr + (pairs * OUT_STRIDE)[None, :] + rows[:, None], y.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
+@no_type_check
+def tile_product(
+    x_ptr, word_ptr, scale_ptr, amax_ptr, denominator_ptr, expert_ptr, slot_ptr, weight_ptr, out_ptr,
+    gate_rate, up_rate, quarter,
+    TILES: gl.constexpr, STEPS: gl.constexpr, X_STRIDE: gl.constexpr, OUT_STRIDE: gl.constexpr, WIDTH: gl.constexpr,
+    TOP_K: gl.constexpr, NVFP4: gl.constexpr, FIRST: gl.constexpr, LATE: gl.constexpr, DIST: gl.constexpr,
+    NEAR: gl.constexpr,
+):  # fmt: skip
+    """256 rows of one expert against an item of 128 slots, or the first 64 of them where the others are empty.
+
+    x has its columns in the order of the words, and so has the result of the first product.
+    """
+    tile, item = gl.program_id(0) * 4, gl.program_id(1)
+    expert = gl.load(expert_ptr + item)
+    if expert >= 0:
+        first = expert.to(gl.int64) * TILES + tile
+        words = word_ptr + first * (STEPS * (2048 if NVFP4 else 4096))
+        scales = scale_ptr + first * (STEPS * (256 if NVFP4 else 128))
+        if NVFP4:
+            outer = gl.load(amax_ptr + expert) / gl.load(denominator_ptr) * 256
+        else:
+            outer = 256.0
+        slots = slot_ptr + item * 128
+        if gl.load(slots + 64) >= 0:
+            _tile_product(
+                x_ptr, words, scales, slots, weight_ptr, out_ptr, tile, TILES - 1 - tile, outer, gate_rate, up_rate,
+                quarter, 128, STEPS, X_STRIDE, OUT_STRIDE, WIDTH, TOP_K, NVFP4, FIRST, LATE, DIST, NEAR,
+            )  # fmt: skip
+        else:
+            _tile_product(
+                x_ptr, words, scales, slots, weight_ptr, out_ptr, tile, TILES - 1 - tile, outer, gate_rate, up_rate,
+                quarter, 64, STEPS, X_STRIDE, OUT_STRIDE, WIDTH, TOP_K, NVFP4, FIRST, LATE, DIST, NEAR,
+            )  # fmt: skip
