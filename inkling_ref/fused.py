@@ -126,7 +126,8 @@ def prepare_qkv(
         q, r, k, v: the projections W x of this call's tokens.
         k_taps, v_taps: static taps [G d, 1, K], or with dynamic taps the static part [K, G d].
         keys, values: written at the slots of this call: [B, G, S, d], or with a table pages [P, G, S, d] of S slots.
-        lengths: slot of token 0, for each row; None = 0.
+        lengths: slot of token 0, for each row; None = 0. A row that is not in use has the length -T: nothing of it is
+            written. (Here its first slot is written with what it holds: its table must not name pages of another row.)
         table: for each row its pages, in order.
         state, rejected: inputs of the convolutions before this call, keys then values: see `with_state`.
         positions, log_scaling: absolute positions, (floor, alpha) of `log_scale`: full layers only.
@@ -149,12 +150,14 @@ def prepare_qkv(
     slots = torch.arange(T, device=q.device).expand(B, T)
     if lengths is not None:
         slots = slots + lengths[:, None]
+        used, slots = (slots >= 0)[..., None, None], slots.clamp(min=0)
     if table is None:
         rows = torch.arange(B, device=q.device)[:, None]
     else:
         rows, slots = table.gather(1, slots // keys.shape[2]), slots % keys.shape[2]
-    keys[rows, :, slots] = rounded(l2_clip(k, qk_threshold), keys.dtype)
-    values[rows, :, slots] = rounded(rms(v, eps), values.dtype)
+    for cache, u in ((keys, l2_clip(k, qk_threshold)), (values, rms(v, eps))):
+        u = rounded(u, cache.dtype)
+        cache[rows, :, slots] = u if lengths is None else torch.where(used, u, cache[rows, :, slots])
     return q, r
 
 

@@ -36,7 +36,7 @@ def case(B, T, H, G, d, R, K=4, N=3, dynamic=False, shared=False, documents=Fals
     if rejected:
         integers["rejected"] = torch.arange(B).remainder(N - K + 2)
     if N or pages:
-        integers["lengths"] = torch.tensor([3, 0, 11, 7])[:B]
+        integers["lengths"] = torch.tensor([3, 0, -T, 7])[:B]  # the third row is not in use
     if pages:
         integers["table"] = torch.randperm(B * PAGES).view(B, PAGES).int()
     cache = (B * PAGES, G, PAGE, d) if pages else (B, G, PAGES * PAGE, d)

@@ -94,7 +94,7 @@ def _convolved(
     for i in tl.static_range(TOKENS):
         slot = slot0 + start + i
         if PAGE > 0:
-            page = tl.load(table_ptr + slot // PAGE, mask=start + i < T, other=0).to(tl.int64)
+            page = tl.load(table_ptr + slot // PAGE, mask=(start + i < T) & (slot >= 0), other=0).to(tl.int64)
             slots = slots + (page * cache_p + slot % PAGE * cache_s,)
         else:
             slots = slots + (slot.to(tl.int64) * cache_s,)
@@ -111,7 +111,8 @@ def _convolved(
         else:
             factor = tl.minimum(limit / (tl.sqrt(square) + 1e-6), 1.0)
         y = (y * factor[:, None]).to(cache_ptr.dtype.element_ty)
-        tl.store(cache_ptr + slots[i], y, mask=inside & (start + i < T))
+        used = (start + i < T) & (slot0 + start + i >= 0)  # a row that is not in use has slots below 0
+        tl.store(cache_ptr + slots[i], y, mask=inside & used)
 
 
 @triton.jit(do_not_specialize=["T"])
