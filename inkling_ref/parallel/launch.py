@@ -86,7 +86,16 @@ class _Watch(threading.Thread):
     def _follow(self) -> None:
         message = self.store.get(_KEY).decode()
         self.store.add(_SEEN, 1)
+        if self.rank == 0:
+            self._outlast(self.size - 1)
         _end(message, 1)
+
+    def _outlast(self, others: int) -> None:
+        """The store may live in this process: let the others read the message, but do not wait for dead ones."""
+        end = time.monotonic() + 20 * _PERIOD
+        with suppress(RuntimeError):
+            while time.monotonic() < end and self.store.add(_SEEN, 0) < others:
+                time.sleep(_PERIOD / 3)
 
     def report(self, error: BaseException) -> None:
         """End this process, and by the store all others."""
@@ -103,10 +112,7 @@ class _Watch(threading.Thread):
             first = self.store.compare_set(_KEY, "", message).decode() == message
             if not first:
                 self._follow()
-            # The store may live in this process: let the others read it.
-            end = time.monotonic() + 20 * _PERIOD
-            while time.monotonic() < end and self.store.add(_SEEN, 0) < self.size - 1:
-                time.sleep(_PERIOD / 3)
+        self._outlast(self.size - 1)
         _end(message, 2 if isinstance(error, InputError) else 1)
 
 
