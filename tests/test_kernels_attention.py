@@ -8,8 +8,10 @@ from helpers import relative_rms
 from kernel_contract import DEVICE, check, dtypes, needs_device, placed, poisoned_outputs  # noqa: F401 (a fixture)
 from test_attention import operands
 
-from inkling_ref import attention
+from inkling_ref import attention, fused
+from inkling_ref.errors import InputError
 from inkling_ref.kernels import attention as attention_kernel
+from inkling_ref.kernels import decode as decode_kernel
 
 pytestmark = needs_device
 
@@ -56,22 +58,89 @@ def test_attend_packed_documents():
         check(attention_kernel.attend, attention.attend, tensors, torch.float32, **arguments)
 
 
-SPLITS = {
-    "1 split": (16, 16, 1, 2), "5 splits": (16, 16, 5, 2), "7 splits, near keys weigh 3": (16, 32, 7, 3),
-    "more splits than steps": (16, 16, 23, 1),
+def cache(tensors, lengths, window, page=None):
+    """Tensors and arguments of `attend_cache` for `operands`, in pages of random order or none; dead slots hold NaN."""
+    given, arguments = dict(tensors), {"window": window}
+    T, S = given["q"].shape[1], given["k"].shape[2]
+    slots, first = torch.arange(S), torch.tensor(lengths)[:, None]
+    dead = (slots >= first + T) | (slots <= first - (window or S))
+    for name, cached in (("k", "keys"), ("v", "values")):
+        given[cached] = given.pop(name).masked_fill(dead[:, None, :, None], math.nan)
+    arguments["lengths"] = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    if page is not None:
+        B, pages = len(lengths), -(-S // page)
+        table = torch.randperm(B * pages, generator=torch.Generator().manual_seed(1)).view(B, pages)
+        for name in ("keys", "values"):
+            rows = torch.nn.functional.pad(given[name], (0, 0, 0, pages * page - S), value=math.nan)
+            given[name] = torch.empty(B * pages, *rows.shape[1:2], page, rows.shape[3], dtype=rows.dtype)
+            given[name][table] = rows.unflatten(2, (pages, page)).transpose(1, 2)
+        arguments["table"] = table.to(DEVICE, torch.int32)
+    return given, arguments
+
+
+SMALL = {"H": 2, "G": 1}  # the interpreter takes 50 ms a program
+CACHE = {  # sizes, lengths, window, slots of a page
+    "one row": ({"B": 1, "T": 1, "S": 301}, [300], None, None),
+    "one slot used": ({"T": 1, "S": 70}, [0, 69], None, None),
+    "unequal rows": ({"B": 5, "T": 1, "S": 301}, [300, 17, 2, 133, 64], None, None),
+    "unequal rows, sliding": ({"B": 3, "T": 2, "S": 150, **SMALL}, [148, 5, 70], 9, None),
+    "pages": ({"B": 3, "T": 1, "S": 301}, [300, 63, 64], None, 64),
+    "pages, a query on each side of an edge": ({"B": 3, "T": 4, "S": 260, **SMALL}, [126, 60, 256], None, 64),
+    "pages, sliding": ({"B": 3, "T": 2, "S": 260, **SMALL}, [140, 61, 0], 9, 64),
+    "pages, window above extent": ({"B": 2, "T": 1, "S": 260}, [259, 100], 70, 64),
+    "pages of two steps": ({"B": 2, "T": 1, "S": 260}, [259, 130], None, 128),
+    "rows not in use": ({"B": 4, "T": 3, "S": 100, **SMALL}, [-3, 97, -3, 20], None, 64),
+    "no row in use": ({"B": 2, "T": 3, "S": 100, **SMALL}, [-3, -3], None, 64),
+    "released head": ({"B": 2, "T": 5, "H": 3, "G": 1, "d": 128, "R": 16, "S": 300, "X": 64}, [295, 128], None, 64),
+    "6 tokens": ({"T": 6, "S": 209, "X": 70, **SMALL}, [203, 40], None, 64),
+    "7 tokens": ({"T": 7, "S": 209, "X": 70, **SMALL}, [202, 50], None, None),
+    "8 tokens": ({"T": 8, "S": 209, "X": 70, **SMALL}, [201, 60], None, 64),
+}
+
+
+@dtypes
+@pytest.mark.parametrize(("sizes", "lengths", "window", "page"), CACHE.values(), ids=CACHE)
+def test_attend_cache(sizes, lengths, window, page, dtype):
+    tensors, arguments = cache(operands(**sizes), lengths, window, page)
+    check(decode_kernel.attend_cache, fused.attend_cache, tensors, dtype, **arguments)
+
+
+def test_attend_cache_is_attend():
+    tensors, lengths = operands(T=2, S=75), [73, 30]
+    expected = attention.attend(**tensors, offsets=lengths, window=9)
+    for page in (None, 64):
+        given, arguments = cache(tensors, lengths, 9, page)
+        arguments = {n: a.cpu() if isinstance(a, torch.Tensor) else a for n, a in arguments.items()}
+        torch.testing.assert_close(fused.attend_cache(**given, **arguments), expected)
+
+
+TILES = {  # keys a step, programs, warps that own keys, weight of a near step
+    "2 programs a head": (16, 12, 1, 2), "some a head": (16, 17, 1, 3),
+    "more programs than steps": (16, 140, 1, 1), "2 ways": (32, 31, 2, 2), "4 ways": (64, 13, 4, 1),
+    "8 ways": (128, 29, 8, 3),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("window", [None, 9], ids=["full", "sliding"])
-@pytest.mark.parametrize(("rows", "keys", "splits", "weight"), SPLITS.values(), ids=SPLITS)
-def test_attend_splits(rows, keys, splits, weight, window):
-    tile = attention_kernel.Tile(rows, keys, splits, 1, 1, 1, weight)
-    tensors, arguments = operands(T=3, S=91, X=40), {"offsets": [88, 50], "window": window}
+@pytest.mark.parametrize(("keys", "programs", "ways", "weight"), TILES.values(), ids=TILES)
+def test_attend_split(keys, programs, ways, weight, window):
+    tile = decode_kernel.Tile(keys, programs, ways, 1, 1, ways, weight)
+    tensors, lengths = operands(T=3, S=291, X=40), [288, 50]
+    given = {name: placed(t, torch.float32) for name, t in tensors.items()}
+    on_device = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    actual = decode_kernel.attend_split(**given, lengths=on_device, window=window, tile=tile)
+    assert relative_rms(actual.cpu(), attention.attend(**tensors, offsets=lengths, window=window)) < 2e-6
 
-    def tiled(**kwargs):
-        return attention_kernel.attend_tiled(tile, **kwargs)
 
-    check(tiled, attention.attend, tensors, torch.float32, **arguments)
+def test_attend_cache_names_what_it_cannot_do():
+    given, arguments = cache(operands(T=2, S=75), [73, 30], None, 64)
+    given = {name: placed(t, torch.float32) for name, t in given.items()} | arguments
+    with pytest.raises(InputError, match="int32"):
+        decode_kernel.attend_cache(**given | {"lengths": given["lengths"].long()})
+    with pytest.raises(InputError, match="pages of 48 slots"):
+        decode_kernel.attend_cache(**given | {"keys": given["keys"][:, :, :48]})
+    with pytest.raises(InputError, match="9 tokens"):
+        decode_kernel.attend_cache(**given | {"q": given["q"].repeat(1, 5, 1, 1)[:, :9]})
 
 
 def test_attend_reads_no_dead_slot():

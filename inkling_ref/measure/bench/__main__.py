@@ -11,7 +11,7 @@ import sys
 
 import torch
 
-from .attention import bench_decode, bench_prefill
+from .attention import bench_batches, bench_decode, bench_prefill
 from .flex import bench_flex_decode, bench_flex_prefill
 from .harness import KINDS, Bench
 from .head import bench_draft, bench_head
@@ -23,6 +23,7 @@ from .short_conv import bench_short_conv
 
 GROUPS = {  # the most important first: the last ones go without, where time is short
     "decode": bench_decode,
+    "batches": bench_batches,
     "residual": bench_residual,
     "short_conv": bench_short_conv,
     "qkv": bench_qkv,

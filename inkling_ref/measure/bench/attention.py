@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ... import attention
-from .harness import Bench, G, H, R, W, X, d, normal, sets_of
+from .harness import Bench, G, H, R, W, X, d, key_value_bytes, normal, sets_of
 
 
 def attention_inputs(T: int, heads: int, groups: int, S: int) -> tuple:
@@ -22,34 +22,69 @@ def without_bias(q, k, v, r, profiles, sink, gate, offsets, window=None) -> Tens
     return F.scaled_dot_product_attention(q.transpose(1, 2), k, v, is_causal=causal, enable_gqa=True)
 
 
-def bench_decode(bench: Bench) -> None:
-    """Split-KV decoding: tensor-parallel shard and whole heads, short and long, one to eight queries."""
-    from ...kernels import attention as kernel
+def paged(keys: Tensor, values: Tensor, page: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A cache [B, G, S, d] as pages [P, G, page, d] in random order, and their table."""
+    B, G, S, d = keys.shape
+    table = torch.randperm(B * S // page, device=keys.device).view(B, -1)
+    pages = []
+    for x in (keys, values):
+        pages.append(torch.empty(table.numel(), G, page, d, dtype=x.dtype, device=x.device))
+        pages[-1][table] = x.unflatten(2, (-1, page)).transpose(1, 2)
+    return *pages, table.to(torch.int32)
 
-    small, tall = kernel.Tile(16, 128, 132, 3, 3, 4, 2), kernel.Tile(64, 64, 132, 5, 3, 4, 3)
-    variants = {
-        (1, 6): {"near weighs 1": small._replace(near_weight=1), "near weighs 3": small._replace(near_weight=3),
-                 "8 warps": small._replace(warps=8)},
-        (8, 6): {"near weighs 4": tall._replace(near_weight=4), "near stages 2": tall._replace(near_stages=2),
-                 "3 stages": tall._replace(stages=3)},
-    }  # fmt: skip
-    for T, heads, groups, S in ((1, 6, 1, 65536), (1, 6, 1, 100352), (1, 6, 1, 1048576), (1, 48, 8, 100352),
-                                (2, 6, 1, 100352), (8, 6, 1, 100352), (1, 48, 8, 1024)):  # fmt: skip
-        sets = sets_of(lambda: (*attention_inputs(T, heads, groups, S), [S - T]))  # noqa: B023
-        exact = attention.attend(*(t.float() for t in sets[0][:-1]), sets[0][-1])
-        case, nbytes = f"decode {heads}/{groups}, {S} keys, {T} queries", sets[0][1].nbytes * 2
-        bench.arm(case, "triton", kernel.attend, sets, exact, nbytes)
-        if S == 100352:
-            for name, tile in variants.get((T, heads), {}).items():
-                bench.arm(
-                    case, f"triton, {name}", lambda *s, tile=tile: kernel.attend_tiled(tile, *s), sets, exact, nbytes
-                )
+
+def bench_decode(bench: Bench) -> None:
+    """Decoding over a cache: tensor-parallel shard and whole heads, short and long, one to eight queries, pages."""
+    from ...kernels.attention import attend
+    from ...kernels.decode import attend_cache
+
+    cases = (
+        (1, 6, 1, 65536), (1, 6, 1, 100352), (2, 6, 1, 100352), (4, 6, 1, 100352), (8, 6, 1, 100352),
+        (1, 6, 1, 1048576), (1, 48, 8, 100352), (1, 48, 8, W), (8, 48, 8, W),
+    )  # fmt: skip
+    for T, heads, groups, S in cases:
+        lengths, window = torch.full((1,), S - T, dtype=torch.int32, device="cuda"), W if S == W else None
+        sets = sets_of(lambda: (*attention_inputs(T, heads, groups, S), lengths, window))  # noqa: B023
+        exact = attention.attend(*(t.float() for t in sets[0][:7]), [S - T], window)
+        case, nbytes = f"decode {heads}/{groups}, {S} keys, {T} queries", key_value_bytes(groups, S)
+        bench.arm(case, "triton", attend_cache, sets, exact, nbytes)
+        offset_sets = [(*s[:7], [S - T], window) for s in sets]
+        bench.arm(case, "triton attend", attend, offset_sets, exact, nbytes)
+        if S == 100352 and T in (1, 8):
+            pages = [(q, *paged(k, v, 128), *rest) for q, k, v, *rest in sets]
+            page_sets = [(q, k, v, *rest, table) for q, k, v, table, *rest in pages]
+            bench.arm(case, "triton, pages of 128", attend_cache, page_sets, exact, nbytes)
+            del pages, page_sets
         if T == 1:
-            bench.arm(case, "SDPA without bias", without_bias, sets, None, nbytes)
-        if S == 1024:
-            bench.arm(case, "compiled", torch.compile(attention.attend, dynamic=False), sets, exact, nbytes)
-            bench.arm(case, "eager", attention.attend, sets, exact, nbytes)
-        del sets, exact
+            bench.arm(case, "SDPA without bias", without_bias, offset_sets, None, nbytes)
+            if S == W:
+                bench.arm(case, "compiled", torch.compile(attention.attend, dynamic=False), offset_sets, exact, nbytes)
+                bench.arm(case, "eager", attention.attend, offset_sets, exact, nbytes)
+        del sets, offset_sets, exact
+        torch.cuda.empty_cache()
+
+
+def bench_batches(bench: Bench) -> None:
+    """Decoding of batches whose rows hold 1K to 100K keys, in even ratios."""
+    from ...kernels.decode import attend_cache
+
+    for B, heads, groups in ((4, 6, 1), (16, 6, 1), (4, 48, 8), (16, 48, 8)):
+        counts = [int(1000 * 100 ** (b / (B - 1))) for b in range(B)]
+        rows = [attention_inputs(1, heads, groups, n) for n in counts]
+        q, r, sink, gate = (torch.cat([row[i] for row in rows]) for i in (0, 3, 5, 6))
+        profiles = rows[0][4]
+        keys, values = (torch.zeros(B, groups, counts[-1], d, dtype=q.dtype, device="cuda") for _ in range(2))
+        exact = []
+        for b, (n, (q_b, k_b, v_b, r_b, _, sink_b, gate_b)) in enumerate(zip(counts, rows, strict=True)):
+            keys[b, :, :n], values[b, :, :n] = k_b[0], v_b[0]
+            given = (t.float() for t in (q_b, k_b, v_b, r_b, profiles, sink_b, gate_b))
+            exact.append(attention.attend(*given, [n - 1]))
+        del rows
+        lengths = torch.tensor([n - 1 for n in counts], dtype=torch.int32, device="cuda")
+        sets = [(q, keys, values, r, profiles, sink, gate, lengths)] * 2  # one is larger than the L2 cache
+        case, nbytes = f"decode {heads}/{groups}, {B} rows of 1K to 100K keys", key_value_bytes(groups, sum(counts))
+        bench.arm(case, "triton", attend_cache, sets, torch.cat(exact), nbytes)
+        del keys, values, sets, exact
         torch.cuda.empty_cache()
 
 
@@ -59,9 +94,8 @@ def bench_prefill(bench: Bench) -> None:
 
     T = 8192
     tiles = {
-        "64x32": (64, 32, 1, 3, 2, 4, 3), "64x64 far 2 near 1": (64, 64, 1, 2, 1, 4, 3),
-        "64x64 far 2 near 2": (64, 64, 1, 2, 2, 4, 3), "128x64 far 2 near 1": (128, 64, 1, 2, 1, 8, 3),
-        "128x32": (128, 32, 1, 2, 2, 8, 3), "32x64": (32, 64, 1, 3, 3, 4, 3),
+        "64x64 far 2 near 1": (64, 64, 2, 1, 4), "64x64 far 2 near 2": (64, 64, 2, 2, 4),
+        "128x64 far 2 near 1": (128, 64, 2, 1, 8), "128x32": (128, 32, 2, 2, 8), "32x64": (32, 64, 3, 3, 4),
     }  # fmt: skip
     for window in (W, None):
         sets = sets_of(lambda: (*attention_inputs(T, H, G, T), [0], window))  # noqa: B023

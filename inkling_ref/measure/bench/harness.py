@@ -105,7 +105,7 @@ class Bench:
                 pairs = zip(tensors_of(out), tensors_of(exact), strict=name not in self.peers)
                 row["error"] = float(torch.tensor([relative_rms(a, b) for a, b in pairs]).max())  # NaN wins
             once = graph_seconds([lambda: call(*sets[0])])
-            repeats = 1 if once > 1e-3 else max(1, 12 // len(sets))
+            repeats = max(1, round(2e-3 / (once * len(sets))))  # a graph takes 10 us to start
             taken = graph_seconds([(lambda s=s: call(*s)) for s in sets * repeats])
             row |= {"us": taken * 1e6, "floor_us": max(nbytes / self.copy, flops / self.matrix) * 1e6}
         except Exception as error:  # this arm's row says so; the next arm goes on

@@ -1,0 +1,451 @@
+r"""Decoding attention: up to eight query rows over a long cache, cut into splits of the keys.
+
+A row of the product is a (query, head) pair: row r is query r // Q and head r % Q of the Q = H / G heads that share a
+key/value head, so that a key is read once for all of them. The relative bias is a product too (`attention`).
+
+**Splits.** Few rows leave processors idle, so the keys of every (batch row, key/value head) are cut into splits, and
+each program takes one. Which one follows from the lengths, and every program works it out for itself (`_share`): the
+steps of all rows, in which a step with a bias counts `near_weight` times, are dealt out in equal chunks. The launch
+depends on the batch only, so a CUDA graph can replay it while rows grow; a long row gets more splits than a short one;
+a program without a share leaves. A split writes its normalised sum and the logarithm of its weight, and `_combine` adds
+the splits of a row up:
+
+$$ o = \sum_i 2^{L_i - L} o_i, \qquad L = \log_2 \sum_i 2^{L_i} $$
+
+**Sink and gate are an epilogue.** The sink has no value, it only takes mass away: with L of all keys, now natural,
+
+$$ y = o \cdot \sigma(L - z) \cdot \sigma(\mathrm{gate}) $$
+
+**The wait for the kernel in front.** Both kernels start before their predecessor has ended (programmatic dependent
+launch). Keys that this call did not write need no waiting: in `attend_cache` their first steps are under way when the
+program waits for its queries, which it does within the loop, after the pipeline's first loads.
+
+**Warps own keys.** With up to 16 rows a step's keys are dealt to the warps, each with its own running softmax, as a
+product in three dimensions [warps, rows, keys]: no exchange between warps until the end. More rows fill the wide
+matrix unit, whose warps own rows.
+"""
+
+import math
+from typing import NamedTuple, no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from ..errors import InputError
+from . import INTERPRETED, LOG2E, prepared, processors, require
+
+_LOWEST: tl.constexpr = tl.constexpr(-1e30)  # stands for -inf where a difference of two must not be NaN
+_LOG2E: tl.constexpr = tl.constexpr(LOG2E)
+
+
+class Tile(NamedTuple):
+    """How one call is cut, and what the compiler is told."""
+
+    keys: int  # a step
+    programs: int  # of all rows and heads together
+    ways: int  # warps that own keys; 1: warps own rows
+    stages: int
+    near_stages: int  # of the loop over keys with a bias, whose step reads P^T as well
+    warps: int
+    near_weight: int  # what a step with a bias costs, in steps without
+    sum2: bool = False
+    trigger: bool = False
+    block: int = 32
+
+
+@triton.jit
+@no_type_check
+def _range(o, first, S, T: tl.constexpr, W: tl.constexpr, X: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr):
+    """Keys low..stop - 1 of a row whose query 0 stands in slot o; its steps start at `origin`, `far` have no bias."""
+    stop = tl.minimum(tl.maximum(o + T, 0), S)
+    low = first
+    if W > 0:
+        low = tl.maximum(low, o - W + 1)
+    low = tl.minimum(tl.maximum(low, 0), stop)
+    origin = low
+    if PAGE > 0:  # a step never crosses the end of a page
+        origin = low // KEYS * KEYS
+    far = low * 0
+    if W == 0:  # the loop without a bias has no masks either
+        far = tl.maximum(o - X + 1 - origin, 0) // KEYS
+    return low, stop, origin, far, (stop - origin + KEYS - 1) // KEYS
+
+
+@triton.jit
+@no_type_check
+def _share(
+    lengths_ptr, first_ptr, length, first, S, B: tl.constexpr, G: tl.constexpr, T: tl.constexpr, W: tl.constexpr,
+    X: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr, NEAR: tl.constexpr, PROGRAMS: tl.constexpr,
+    PADDED_B: tl.constexpr,
+):  # fmt: skip
+    """For all rows: o and first key; the cost of a split; splits of each head, and the program after their last."""
+    b = tl.arange(0, PADDED_B)
+    o, f = b * 0 + length, b * 0 + first
+    if lengths_ptr is not None:
+        o = tl.load(lengths_ptr + b, mask=b < B, other=0)
+    if first_ptr is not None:
+        f = tl.load(first_ptr + b, mask=b < B, other=0)
+    low, stop, _, far, steps = _range(o, f, S, T, W, X, KEYS, PAGE)
+    cost = tl.where((b < B) & (low < stop), far + (steps - far) * NEAR, 0)
+    total = tl.sum(cost, 0) * G
+    chunk = tl.maximum((total + PROGRAMS - 1) // PROGRAMS, 1)
+    splits = (cost + chunk - 1) // chunk
+    if tl.sum(splits, 0) * G > PROGRAMS:  # every head rounds up: with one split a head set aside it never is too many
+        chunk = total // (PROGRAMS - B * G) + 1
+        splits = (cost + chunk - 1) // chunk
+    return o, f, chunk, splits, tl.cumsum(splits, 0) * G
+
+
+@triton.jit
+@no_type_check
+def _step(s, v, top, total, acc, SUM2: tl.constexpr):
+    LAST: tl.constexpr = len(s.shape) - 1
+    new_top = tl.maximum(top, tl.max(s, LAST))
+    p = tl.exp2(s - tl.expand_dims(new_top, LAST))
+    shrink = tl.exp2(top - new_top)
+    acc = tl.dot(p.to(v.dtype), v, acc * tl.expand_dims(shrink, LAST), input_precision="ieee")
+    if SUM2:
+        total = total * tl.expand_dims(shrink, LAST) + p
+    else:
+        total = total * shrink + tl.sum(p, LAST)
+    return new_top, total, acc
+
+
+@triton.jit
+@no_type_check
+def _each_way(x, WAYS: tl.constexpr):
+    if WAYS > 1:
+        x = tl.broadcast_to(x[None, :, :], [WAYS, x.shape[0], x.shape[1]])
+    return x
+
+
+@triton.jit
+@no_type_check
+def _turned(x):
+    if len(x.shape) == 3:
+        x = tl.permute(x, (0, 2, 1))
+    else:
+        x = tl.trans(x)
+    return x
+
+
+@triton.jit
+@no_type_check
+def _pairs_added(x):
+    x, y = tl.split(tl.reshape(x, [x.shape[0], x.shape[1], x.shape[2] // 2, 2]))
+    return x + y
+
+
+@triton.jit
+@no_type_check
+def _ways_added(x, WAYS: tl.constexpr):
+    """Sum over the first axis, that of the warps. (`tl.sum` there conflicts in every bank: 10 us.)"""
+    x = tl.permute(x, (1, 2, 0))
+    if WAYS > 4:
+        x = _pairs_added(x)
+    if WAYS > 2:
+        x = _pairs_added(x)
+    x, y = tl.split(x)
+    return x + y
+
+
+@triton.jit(do_not_specialize=["length", "first", "S", "pages"])
+@no_type_check
+def _decode(
+    q_ptr, k_ptr, v_ptr, table_ptr, r_ptr, flat_ptr, part_ptr, log_ptr, lengths_ptr, first_ptr, length, first, S, pages,
+    scale, q_b, q_t, q_h, k_p, k_g, v_p, v_g, r_b, r_t, r_h,
+    B: tl.constexpr, T: tl.constexpr, G: tl.constexpr, Q: tl.constexpr, d: tl.constexpr, R: tl.constexpr,
+    X: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr, K_S: tl.constexpr, V_S: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, WAYS: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
+    PROGRAMS: tl.constexpr, PADDED_B: tl.constexpr, NEAR: tl.constexpr, STAGES: tl.constexpr,
+    NEAR_STAGES: tl.constexpr, DEPENDENT: tl.constexpr, EARLY: tl.constexpr, SUM2: tl.constexpr,
+):  # fmt: skip
+    if DEPENDENT and not EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    os, firsts, chunk, splits, ends = _share(
+        lengths_ptr, first_ptr, length, first, S, B, G, T, W, X, KEYS, PAGE, NEAR, PROGRAMS, PADDED_B
+    )
+    pid = tl.program_id(0)
+    batch = tl.arange(0, PADDED_B)
+    b = tl.sum(tl.where((batch < B) & (pid >= ends), 1, 0), 0)
+    here = batch == b
+    count = tl.sum(tl.where(here, splits, 0), 0)
+    rest = pid - tl.sum(tl.where(here, ends, 0), 0) + count * G
+    if b < B:
+        o, first_key = tl.sum(tl.where(here, os, 0), 0), tl.sum(tl.where(here, firsts, 0), 0)
+        g, split = rest // count, rest % count
+        low, stop, origin, far, steps = _range(o, first_key, S, T, W, X, KEYS, PAGE)
+        # Places in a length where each near step counts NEAR times; then steps.
+        begin, end = split * chunk, split * chunk + chunk
+        begin = tl.minimum(tl.where(begin <= far, begin, far + (begin - far) // NEAR), steps)
+        end = tl.minimum(tl.where(end <= far, end, far + (end - far) // NEAR), steps)
+        middle = tl.maximum(tl.minimum(end, far), begin)
+
+        LAST: tl.constexpr = 2 if WAYS > 1 else 1
+        rows, channels, j = tl.arange(0, ROWS), tl.arange(0, WIDTH), tl.arange(0, DEPTH)
+        t, head = rows // Q, g * Q + rows % Q
+        real, inside = rows < T * Q, channels < d
+        keys = tl.arange(0, KEYS)
+        if WAYS > 1:
+            keys = tl.arange(0, WAYS)[:, None] * (KEYS // WAYS) + tl.arange(0, KEYS // WAYS)[None, :]
+        q_rows = q_ptr + b.to(tl.int64) * q_b + t * q_t + head * q_h
+        q_ptrs = _each_way(q_rows[:, None] + channels[None, :], WAYS)
+        q_mask = _each_way(real[:, None] & inside[None, :], WAYS)
+        # Relative states, block-diagonal: columns t R .. t R + R - 1 of row (t, head).
+        r_rows = r_ptr + b.to(tl.int64) * r_b + t * r_t + head * r_h
+        r_ptrs = _each_way(r_rows[:, None] + j[None, :] % R, WAYS)
+        r_mask = _each_way(real[:, None] & (j[None, :] // R == t[:, None]), WAYS)
+        q, r = tl.zeros(q_ptrs.shape, q_ptr.dtype.element_ty), tl.zeros(r_ptrs.shape, q_ptr.dtype.element_ty)
+        k_base, v_base = k_ptr + g.to(tl.int64) * k_g, v_ptr + g.to(tl.int64) * v_g
+        k_local = tl.expand_dims(keys, LAST) * K_S + channels[None, :]
+        v_local = tl.expand_dims(keys, LAST) * V_S + channels[None, :]
+        page = b
+        if PAGE > 0:
+            # The page of a step is loaded in the step before: a load that addresses another one of the same step
+            # would cost the pipeline half of its buffers.
+            table_ptr += b * pages
+            index = (origin + begin * KEYS) // PAGE
+            page = tl.load(table_ptr + index, mask=index < pages, other=0)
+
+        if WAYS > 1:
+            top = tl.full([WAYS, ROWS], _LOWEST, tl.float32)
+            acc = tl.zeros([WAYS, ROWS, WIDTH], tl.float32)
+            total = tl.zeros([WAYS, ROWS, KEYS // WAYS] if SUM2 else [WAYS, ROWS], tl.float32)
+        else:
+            top = tl.full([ROWS], _LOWEST, tl.float32)
+            acc = tl.zeros([ROWS, WIDTH], tl.float32)
+            total = tl.zeros([ROWS, KEYS] if SUM2 else [ROWS], tl.float32)
+        to_base2 = scale * _LOG2E
+
+        for step in tl.range(begin, middle, num_stages=STAGES):
+            n0 = origin + step * KEYS
+            slot0 = n0
+            if PAGE > 0:
+                slot0 = n0 % PAGE
+            k_ptrs = k_base + (page.to(tl.int64) * k_p + slot0.to(tl.int64) * K_S) + k_local
+            v_ptrs = v_base + (page.to(tl.int64) * v_p + slot0.to(tl.int64) * V_S) + v_local
+            if d == WIDTH:
+                k, v = tl.load(k_ptrs), tl.load(v_ptrs)
+            else:
+                k = tl.load(k_ptrs, mask=inside[None, :], other=0.0)
+                v = tl.load(v_ptrs, mask=inside[None, :], other=0.0)
+            if step == begin:  # keys and values of the first steps are on their way
+                if DEPENDENT and EARLY:
+                    tl.extra.cuda.gdc_wait()
+                    tl.extra.cuda.gdc_launch_dependents()
+                q = tl.load(q_ptrs, mask=q_mask, other=0.0)
+            s = tl.dot(q, _turned(k), input_precision="ieee") * to_base2
+            top, total, acc = _step(s, v, top, total, acc, SUM2)
+            if PAGE > 0:
+                index = (n0 + KEYS) // PAGE
+                page = tl.load(table_ptr + index, mask=index < pages, other=0)
+
+        if DEPENDENT and EARLY:  # this call's keys are among these
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
+        slot = o + t
+        for step in tl.range(middle, end, num_stages=NEAR_STAGES):
+            n0 = origin + step * KEYS
+            slot0 = n0
+            if PAGE > 0:
+                slot0 = n0 % PAGE
+            n = n0 + keys
+            live = (n >= low) & (n < stop)
+            both = tl.expand_dims(live, LAST) & inside[None, :]
+            k_ptrs = k_base + (page.to(tl.int64) * k_p + slot0.to(tl.int64) * K_S) + k_local
+            v_ptrs = v_base + (page.to(tl.int64) * v_p + slot0.to(tl.int64) * V_S) + v_local
+            # Within P^T exactly where a bias exists.
+            index = tl.expand_dims((o - n) * R, LAST) + j[None, :]
+            k = tl.load(k_ptrs, mask=both, other=0.0)
+            profile = tl.load(flat_ptr + index, mask=(index >= 0) & (index < X * R), other=0.0)
+            v = tl.load(v_ptrs, mask=both, other=0.0)
+            if step == middle:
+                q = tl.load(q_ptrs, mask=q_mask, other=0.0)
+                r = tl.load(r_ptrs, mask=r_mask, other=0.0)
+            bias = tl.dot(r, _turned(profile), input_precision="ieee")
+            s = tl.dot(q, _turned(k), bias * (1 / scale), input_precision="ieee") * to_base2
+            n = tl.expand_dims(n, LAST - 1)
+            sees = tl.expand_dims(live, LAST - 1) & (n <= slot[:, None])
+            if W > 0:
+                sees = sees & (slot[:, None] - n < W)
+            top, total, acc = _step(tl.where(sees, s, float("-inf")), v, top, total, acc, SUM2)
+            if PAGE > 0:
+                index = (n0 + KEYS) // PAGE
+                page = tl.load(table_ptr + index, mask=index < pages, other=0)
+
+        if SUM2:
+            total = tl.sum(total, LAST)
+        if WAYS > 1:
+            high = tl.max(top, 0)
+            weight = tl.exp2(top - high[None, :])
+            top, total, acc = high, tl.sum(total * weight, 0), _ways_added(acc * weight[:, :, None], WAYS)
+        some = total > 0  # a row that saw no key has the sum 0 and a weight of nothing
+        total = tl.where(some, total, 1.0)
+        part_rows = part_ptr + (pid * (T * Q) + rows) * d
+        tl.store(part_rows[:, None] + channels[None, :], acc / total[:, None], mask=real[:, None] & inside[None, :])
+        tl.store(log_ptr + rows * PROGRAMS + pid, tl.where(some, top + tl.log2(total), _LOWEST), mask=real)
+
+
+@triton.jit(do_not_specialize=["length", "first", "S"])
+@no_type_check
+def _combine(
+    part_ptr, log_ptr, sink_ptr, gate_ptr, out_ptr, lengths_ptr, first_ptr, length, first, S, z_b, z_t, gate_b, gate_t,
+    B: tl.constexpr, T: tl.constexpr, G: tl.constexpr, Q: tl.constexpr, d: tl.constexpr, X: tl.constexpr,
+    W: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, PROGRAMS: tl.constexpr, PADDED_B: tl.constexpr,
+    NEAR: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr, TRIGGER: tl.constexpr,
+):  # fmt: skip
+    if DEPENDENT and TRIGGER:
+        tl.extra.cuda.gdc_launch_dependents()
+    _, _, _, splits, ends = _share(
+        lengths_ptr, first_ptr, length, first, S, B, G, T, W, X, KEYS, PAGE, NEAR, PROGRAMS, PADDED_B
+    )
+    row = tl.program_id(0)  # of [B, T, H]
+    h, t, b = row % (G * Q), row // (G * Q) % T, row // (G * Q) // T
+    here = tl.arange(0, PADDED_B) == b
+    count = tl.sum(tl.where(here, splits, 0), 0)
+    start = tl.sum(tl.where(here, ends, 0), 0) - (G - h // Q) * count
+    r = t * Q + h % Q
+    each, channels = tl.arange(0, SPLITS), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = channels < d
+    z = tl.load(sink_ptr + b.to(tl.int64) * z_b + t * z_t + h).to(tl.float32)
+    gate = tl.load(gate_ptr + b.to(tl.int64) * gate_b + t * gate_t + h * d + channels, mask=inside, other=0.0)
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        if not TRIGGER:
+            tl.extra.cuda.gdc_launch_dependents()
+    top = tl.full([1], _LOWEST, tl.float32)
+    total = tl.full([1], 0.0, tl.float32)
+    acc = tl.full([BLOCK], 0.0, tl.float32)
+    for i in range(0, count, SPLITS):
+        live = i + each < count
+        log = tl.load(log_ptr + r * PROGRAMS + start + i + each, mask=live, other=_LOWEST)
+        part = tl.load(
+            part_ptr + ((start + i + each[:, None]) * (T * Q) + r) * d + channels[None, :],
+            mask=live[:, None] & inside[None, :], other=0.0,
+        )  # fmt: skip
+        new_top = tl.maximum(top, tl.max(log, 0))
+        weight = tl.where(live, tl.exp2(log - new_top), 0.0)
+        shrink = tl.exp2(top - new_top)
+        total = total * shrink + tl.sum(weight, 0)
+        acc = acc * shrink + tl.sum(part * weight[:, None], 0)
+        top = new_top
+    total = tl.where(total > 0, total, 1.0)
+    y = acc / total * tl.sigmoid((top + tl.log2(total)) / _LOG2E - z) * tl.sigmoid(gate.to(tl.float32))
+    tl.store(out_ptr + row.to(tl.int64) * d + channels, y.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def transposed(profiles: Float[Tensor, "R X"]) -> Float[Tensor, "X R"]:
+    """P^T in memory: one line of R numbers a distance."""
+    return profiles.t().contiguous()
+
+
+def choose_tile(rows: int, heads: int, processors: int, element_size: int) -> Tile:
+    """The tile for `rows` = T H / G query rows of `heads` = B G key/value heads."""
+    if element_size == 4:  # no matrix unit multiplies float32 exactly: the products unroll, and must be small
+        shape = Tile(16, 0, 1, 2, 2, 4, 2)
+    elif rows <= 16:
+        shape = Tile(64, 0, 4, 5, 3, 4, 2)
+    else:
+        shape = Tile(64, 0, 1, 5, 3, 4, 3)
+    return shape._replace(programs=processors * triton.cdiv(3 * heads, processors))
+
+
+def fits(q: Float[Tensor, "B T H d"], k: Float[Tensor, "B G S d"]) -> bool:
+    """Whether a call is for this kernel: up to eight queries, in 64 rows at most."""
+    T, H, G = q.shape[1], q.shape[2], k.shape[1]
+    return T <= 8 and T * (H // G) <= 64
+
+
+def attend_split(
+    q: Float[Tensor, "B T H d"],
+    k: Float[Tensor, "P G S d"],
+    v: Float[Tensor, "P G S d"],
+    r: Float[Tensor, "B T H R"],
+    profiles: Float[Tensor, "R X"],
+    sink: Float[Tensor, "B T H"],
+    gate: Float[Tensor, "B T H*d"],
+    lengths: int | Int[Tensor, " B"],
+    first: int | Int[Tensor, " B"] = 0,
+    window: int | None = None,
+    table: Int[Tensor, "B pages"] | None = None,
+    early: bool = False,
+    tile: Tile | None = None,
+) -> Float[Tensor, "B T H*d"]:
+    """Both kernels: what `attend` and `attend_cache` share.
+
+    Args:
+        lengths, first: slot of query 0 and the first slot that holds a key: a number for all rows, or int32 tensors.
+        early: whether keys below `lengths` may be read before the kernel in front has ended.
+        tile: what a measurement varies; None = `choose_tile`.
+    """
+    require("attend", q, k, v, r, profiles, sink, gate)
+    q, k, v, r, sink, gate = (u if u.stride(-1) == 1 else u.contiguous() for u in (q, k, v, r, sink, gate))
+    (B, T, H, d), (G, S), (R, X) = q.shape, k.shape[1:3], profiles.shape
+    Q, page, pages = H // G, 0, 0
+    if table is not None:
+        page, pages, S = S, table.shape[1], S * table.shape[1]
+    if tile is None:
+        tile = choose_tile(T * Q, B * G, processors(q.device), q.element_size())
+    programs = tile.programs
+    out = torch.empty(B, T, H * d, dtype=q.dtype, device=q.device)
+    part = torch.empty(programs, T * Q, d, dtype=torch.float32, device=q.device)
+    log = torch.empty(T * Q, programs, dtype=torch.float32, device=q.device)
+    length, lengths = (0, lengths) if isinstance(lengths, Tensor) else (lengths, None)
+    first_key, first = (0, first) if isinstance(first, Tensor) else (first, None)
+    dependent = not INTERPRETED
+    common = {
+        "B": B, "T": T, "G": G, "Q": Q, "d": d, "X": X, "W": window or 0, "PAGE": page, "KEYS": tile.keys,
+        "PROGRAMS": programs, "PADDED_B": triton.next_power_of_2(B), "NEAR": tile.near_weight, "DEPENDENT": dependent,
+    } | ({"launch_pdl": True} if dependent else {})  # fmt: skip
+    _decode[(programs,)](
+        q, k, v, table, r, prepared(profiles, transposed), part, log, lengths, first, length, first_key, S, pages,
+        1 / math.sqrt(d), *q.stride()[:3], *k.stride()[:2], *v.stride()[:2], *r.stride()[:3],
+        R=R, K_S=k.stride(2), V_S=v.stride(2), ROWS=max(16, triton.next_power_of_2(T * Q)), WAYS=tile.ways,
+        WIDTH=max(16, triton.next_power_of_2(d)), DEPTH=max(16, triton.next_power_of_2(T * R)),
+        STAGES=tile.stages, NEAR_STAGES=tile.near_stages, EARLY=early, SUM2=tile.sum2, num_warps=tile.warps, **common,
+    )  # fmt: skip
+    splits = triton.next_power_of_2(triton.cdiv(programs, B * G))
+    block = min(tile.block, triton.next_power_of_2(d))
+    _combine[(B * T * H, triton.cdiv(d, block))](
+        part, log, sink, gate, out, lengths, first, length, first_key, S, *sink.stride()[:2], *gate.stride()[:2],
+        SPLITS=min(256, splits), BLOCK=block, TRIGGER=tile.trigger, num_warps=4, **common,
+    )  # fmt: skip
+    return out
+
+
+def attend_cache(
+    q: Float[Tensor, "B T H d"],
+    keys: Float[Tensor, "P G S d"],
+    values: Float[Tensor, "P G S d"],
+    r: Float[Tensor, "B T H R"],
+    profiles: Float[Tensor, "R X"],
+    sink: Float[Tensor, "B T H"],
+    gate: Float[Tensor, "B T H*d"],
+    lengths: Int[Tensor, " B"],
+    window: int | None = None,
+    table: Int[Tensor, "B pages"] | None = None,
+) -> Float[Tensor, "B T H*d"]:
+    """Twin of `fused.attend_cache`, for up to 8 tokens. The launch does not depend on the lengths.
+
+    The kernel launched just in front may write this call's slots, from `lengths[b]` on, and everything but the cache's
+    older slots, `lengths` and `table`: these are read before it has ended.
+
+    Args:
+        lengths, table: int32. Pages have 64 slots or a multiple.
+
+    Raises:
+        InputError: for more tokens, other pages or other integers; see also `require`.
+    """
+    if not fits(q, keys):
+        raise InputError(
+            f"triton attend_cache: {q.shape[1]} tokens of {q.shape[2]} heads, expected at most 8 and 64 rows"
+        )
+    if lengths.dtype != torch.int32 or (table is not None and table.dtype != torch.int32):
+        raise InputError("triton attend_cache: expected lengths and table in int32")
+    if table is not None and keys.shape[2] % 64:
+        raise InputError(f"triton attend_cache: pages of {keys.shape[2]} slots, expected a multiple of 64")
+    return attend_split(q, keys, values, r, profiles, sink, gate, lengths, 0, window, table, early=True)
