@@ -67,4 +67,9 @@ MUTATIONS: dict[str, list[tuple[str, Callable[[Any], Any]]]] = {
         ("dspark.Drafter.slots", lambda f: lambda self, anchors: f(self, anchors).flip(-1)),  # the anchor last
         ("dspark.MarkovHead.step", lambda f: lambda self, h, x, s, used: f(self, h, x, 0 * s, used)),  # state forgotten
     ],
+    "parallel": [
+        ("parallel.plan._part", lambda f: lambda count, parts, index: f(count, parts, 0)),  # the first channels for all
+        ("parallel.layers.ShardedMoE.owned", lambda f: lambda self, h, w, ids: f(self, h, w, ids + 1)),
+        ("parallel.plan.owners", lambda f: lambda plan, E: f(plan, E)[::-1]),  # the last experts for the first rank
+    ],
 }
