@@ -3,40 +3,98 @@
 import pytest
 import torch
 from helpers import relative_rms
-from kernel_contract import DTYPES, bound, dtypes, needs_device, placed, poisoned_outputs  # noqa: F401 (a fixture)
+from kernel_contract import DEVICE, DTYPES, bound, dtypes, needs_device, placed, poisoned_outputs  # noqa: F401 (fixture)
 
-from inkling_ref import residual
+from inkling_ref import fused, residual
 from inkling_ref.kernels import residual as residual_kernel
 
 pytestmark = needs_device
 
 
+def holds(actual, eager, exact, dtype):
+    """Every output within the bound, in its dtype."""
+    assert len(actual) == len(eager)
+    for a, b, c in zip(actual, eager, exact, strict=True):
+        assert a.dtype == dtype
+        assert relative_rms(a, c) <= bound(dtype, b, c)
+
+
 @dtypes
 @pytest.mark.parametrize("n", [1, 2, 9], ids="{} sources".format)
-@pytest.mark.parametrize("D", [37, 576], ids="D {}".format)
+@pytest.mark.parametrize("D", [37, 576] if DEVICE == "cpu" else [37, 576, 1024], ids="D {}".format)
 @pytest.mark.parametrize("queries", [None, 1, 3], ids=["unmixed", "1 query", "3 queries"])
 def test_mix_and_norm(queries, D, n, dtype):
     count = queries or 2
-    sources = placed(3 * torch.randn(2, 3, n, D), dtype)
+    sources = placed(3 * torch.randn(2, 3 if DEVICE == "cpu" else 67, n, D), dtype)  # on a GPU: bursts, not clusters
     weights = [placed(torch.randn(D), dtype) for _ in range(count)]
     q = None if queries is None else placed(1.5 * torch.randn(*([count] if count > 1 else []), D), torch.float32)
     wide_q = None if q is None else q.double()
     exact = residual.mix_and_norm(sources.double(), wide_q, [w.double() for w in weights], 1e-5, torch.float64)
     eager = residual.mix_and_norm(sources, q, weights, 1e-5, dtype)
-    actual = residual_kernel.mix_and_norm(sources, q, weights, 1e-5, dtype)
-    assert len(actual) == count
-    for a, b, c in zip(actual, exact, eager, strict=True):
-        assert a.dtype == dtype
-        assert relative_rms(a, b) <= bound(dtype, c, b)
+    holds(residual_kernel.mix_and_norm(sources, q, weights, 1e-5, dtype), eager, exact, dtype)
+    few = residual_kernel.mix_and_norm(sources[:, :2], q, weights, 1e-5, dtype)  # strided rows
+    holds(few, [b[:, :2] for b in eager], [c[:, :2] for c in exact], dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-def test_mix_and_norm_rounds_wide_sources(dtype):
-    # As the model calls it: float32 sources of a 16-bit model.
-    D = 4608
-    sources, q = placed(torch.randn(1, 2, 4, D), torch.float32), placed(torch.randn(D), torch.float32)
-    w = placed(torch.randn(D), dtype)
-    (actual,) = residual_kernel.mix_and_norm(sources, q, [w], 1e-6, dtype)
-    (exact,) = residual.mix_and_norm(sources.double(), q.double(), [w.double()], 1e-6, torch.float64)
-    assert actual.dtype == dtype
-    assert relative_rms(actual, exact) <= torch.finfo(dtype).eps / 2
+@pytest.mark.parametrize("running_sum", ["16 bits", "float32"])
+@pytest.mark.parametrize("tokens", [2, 300] if DEVICE == "cuda" else [2], ids="{} tokens".format)
+@pytest.mark.parametrize("queries", [1, 3], ids="{} queries".format)
+def test_released_width(queries, tokens, running_sum, dtype):
+    """Blocks and running sum where they are, and joined to one tensor (in float32, as the reference model does)."""
+    D, wide = 4608, torch.float32 if running_sum == "float32" else dtype
+    blocks, partial = placed(torch.randn(1, tokens, 5, D), dtype), placed(torch.randn(1, tokens, D), wide)
+    q, w = placed(torch.randn(queries, D), torch.float32), [placed(torch.randn(D), dtype) for _ in range(queries)]
+    sources = torch.cat([blocks.to(wide), partial[:, :, None]], dim=2)
+    exact = residual.mix_and_norm(sources.double(), q.double(), [u.double() for u in w], 1e-6, torch.float64)
+    eager = residual.mix_and_norm(sources, q, w, 1e-6, dtype)
+    holds(residual_kernel.mix_and_norm(sources, q, w, 1e-6, dtype), eager, exact, dtype)
+    holds(residual_kernel.mix_depth_and_norm(blocks, partial, q, w, 1e-6, dtype), eager, exact, dtype)
+
+
+@dtypes
+@pytest.mark.parametrize(
+    ("T", "rows", "rejected", "count", "queries", "opens", "ends"),
+    [
+        pytest.param(1, 3, None, 2, 1, False, False, id="after attention"),
+        pytest.param(1, 3, None, 3, 3, False, True, id="end of a layer, 3 queries"),
+        pytest.param(1, 5, [0, 2, 1], 0, 1, True, False, id="first block closes, rows taken back"),
+        pytest.param(1, 4, None, 8, 3, True, True, id="9 blocks"),
+        pytest.param(3, 6, [3, 0, 1], 2, 1, True, False, id="3 tokens a row"),
+    ],
+)
+@pytest.mark.parametrize("D", [37, 576], ids="D {}".format)
+def test_join_and_mix(D, T, rows, rejected, count, queries, opens, ends, dtype):
+    B, K = 3, 4
+    wide = torch.float32
+    blocks = torch.randn(B, T, count + 2, D)
+    blocks[:, :, count:] = torch.nan  # not there yet
+    given = {
+        "y": placed(torch.randn(B, T, D), dtype),
+        "state": placed(torch.randn(B, rows, D), dtype),
+        "weight": placed(torch.randn(D, 1, K) / 2, wide),
+        "blocks": placed(blocks, dtype),
+        "partial": placed(torch.randn(B, T, D).to(dtype), wide),
+        "queries": placed(torch.randn(*([queries] if queries > 1 else []), D), wide),
+    }
+    weights = [placed(torch.randn(D), dtype) for _ in range(queries)]
+    taken_back = None if rejected is None else torch.tensor(rejected, device=DEVICE)
+
+    def run(op, to=None):
+        tensors = {name: t.to(to, copy=True) if to else t.clone() for name, t in given.items()}
+        norms = [w.to(to) if to else w for w in weights]
+        outputs = op(
+            **tensors, count=count, norm_weights=norms, eps=1e-5, opens_block=opens, ends_layer=ends,
+            rejected=taken_back,
+        )  # fmt: skip
+        return outputs, tensors
+
+    exact, exact_after = run(fused.join_and_mix, torch.float64)
+    eager, eager_after = run(fused.join_and_mix)
+    actual, after = run(residual_kernel.join_and_mix)
+    holds(actual, eager, exact, dtype)
+    partial = (after["partial"], eager_after["partial"], exact_after["partial"])
+    assert relative_rms(partial[0], partial[2]) <= bound(dtype, *partial[1:])
+    assert not ends or torch.equal(partial[0], partial[0].to(dtype).float())
+    assert torch.equal(after["state"], eager_after["state"])
+    assert torch.equal(after["blocks"].nan_to_num(7), eager_after["blocks"].nan_to_num(7))

@@ -1,4 +1,4 @@
-r"""Attention-residual mixture and RMSNorm: one program a token, every source read once.
+r"""Attention-residual mixture and RMSNorm: every source read once, for all queries of a sublayer.
 
 The score of a source needs two sums over the row that is mixed, x q and x x, and the normalised source is the row
 times a number; so one read of x serves the norm, the scores of all queries and all mixtures:
@@ -6,73 +6,264 @@ times a number; so one read of x serves the norm, the scores of all queries and 
 $$ \rho_j = 1 / \sqrt{\overline{x_j^2} + \epsilon}, \qquad \mathrm{mix} =
    \sum_j \frac{e^{s_j} \rho_j}{\sum_i e^{s_i}} x_j, \qquad s_j = \rho_j \, (x_j \cdot q) / \sqrt{D} $$
 
-with the running maximum and sum of an online softmax over j. D = 4608 is no power of two, as the tiles of Triton are:
-a row is a part of 4096 and a part of 512, without the 44 % of idle lanes that padding to 8192 would have.
+Here with the running maximum and sum of an online softmax over j, one program a token. D = 4608 is no power of two, as
+the tiles of Triton are: a row is 9 chunks of 512, without the 44 % of idle lanes that padding to 8192 would have. All
+sums of a source are taken in one reduction. Where the sources are in 16 bits, and where the tokens are few, NVIDIA GPUs
+from Hopper on run the faster forms of `kernels.residual_hopper` instead.
 """
 
-# ruff: noqa: RUF005 (Triton joins tuples with +, and does not know *)
+# ruff: noqa: RUF005, RET505 (Triton joins tuples with +, does not know *, and wants an else after a return)
 
+import functools
 import math
+from types import ModuleType
 from typing import no_type_check
 
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
+from ..errors import InputError
 from ..residual import SOURCE_EPS
-from . import LOG2E, require
+from . import INTERPRETED, LOG2E, prepared, processors, require
+from .short_conv import rolling_short_conv, token_major
 
+_CHUNK: int = 512
 _WARPS: int = 8
-_REGISTERS: int = 128  # a thread may use: two programs a processor for three queries (which spill 32), three for one
+_REGISTERS: int = 128  # a thread may use: two programs a processor for three queries, three for one
+_CLUSTER_TOKENS: int = 32  # up to here a cluster a token
+_CLUSTER: dict[str, int] = {"CTAS": 8, "WARPS": 4, "VEC": 8}
+# queries -> warps, buffers, programs a processor, whether queries stay in registers
+_BURSTS: dict[bool, tuple[int, int, int, bool]] = {False: (8, 1, 2, True), True: (8, 2, 1, True)}
+_SHARED_BYTES: int = 227 * 1024  # of a processor
+
+
+@triton.constexpr_function
+def _power_of_two(k):  # type: ignore[no-untyped-def]
+    """The largest up to k."""
+    return 1 << (k.bit_length() - 1)
+
+
+@triton.jit
+@no_type_check
+def _joined(values, K: tl.constexpr):
+    """K vectors, a power of two of them, as one tensor with log2 K axes more."""
+    if K == 1:
+        return values[0]
+    else:
+        return tl.join(_joined(values[: K // 2], K // 2), _joined(values[K // 2 :], K // 2))
+
+
+@triton.jit
+@no_type_check
+def _parted(t, K: tl.constexpr):
+    """The opposite of `_joined`."""
+    if K == 1:
+        return (t,)
+    else:
+        a, b = tl.split(t)
+        return _parted(a, K // 2) + _parted(b, K // 2)
+
+
+@triton.jit
+@no_type_check
+def _sums(values, K: tl.constexpr):
+    """The sums of K vectors, a power of two of them in one reduction (and its barriers)."""
+    P: tl.constexpr = _power_of_two(K)
+    out = _parted(tl.sum(_joined(values[:P], P), 0), P)
+    if P < K:
+        out = out + _sums(values[P:], K - P)
+    return out
+
+
+@triton.jit
+@no_type_check
+def _load(pointer, c: tl.constexpr, o, D: tl.constexpr, CHUNK: tl.constexpr):
+    if (c + 1) * CHUNK <= D:
+        return tl.load(pointer + c * CHUNK + o).to(tl.float32)
+    else:
+        return tl.load(pointer + c * CHUNK + o, mask=o < D - c * CHUNK, other=0.0).to(tl.float32)
+
+
+@triton.jit
+@no_type_check
+def _store(pointer, x, c: tl.constexpr, o, D: tl.constexpr, CHUNK: tl.constexpr):
+    if (c + 1) * CHUNK <= D:
+        tl.store(pointer + c * CHUNK + o, x.to(pointer.dtype.element_ty))
+    else:
+        tl.store(pointer + c * CHUNK + o, x.to(pointer.dtype.element_ty), mask=o < D - c * CHUNK)
+
+
+@triton.jit
+@no_type_check
+def _take_in(x, q, mixed, top, total, eps, D: tl.constexpr, Q: tl.constexpr, C: tl.constexpr):
+    """One source more in all Q mixtures: C chunks of it; mixed, top, total are the state of Q online softmaxes."""
+    parts = (x[0] * x[0],)
+    for i in tl.static_range(Q):
+        parts = parts + (x[0] * q[i * C],)
+    for c in tl.static_range(1, C):
+        new = (parts[0] + x[c] * x[c],)
+        for i in tl.static_range(Q):
+            new = new + (parts[1 + i] + x[c] * q[i * C + c],)
+        parts = new
+    sums = _sums(parts, 1 + Q)
+    rho = tl.rsqrt(sums[0] / D + eps)
+    new_mixed, new_top, new_total = (), (), ()
+    for i in tl.static_range(Q):
+        score = sums[1 + i] * rho  # to base 2
+        highest = tl.maximum(top[i], score)
+        shrink, p = tl.exp2(top[i] - highest), tl.exp2(score - highest)
+        for c in tl.static_range(C):
+            new_mixed = new_mixed + (mixed[i * C + c] * shrink + x[c] * (p * rho),)
+        new_top, new_total = new_top + (highest,), new_total + (total[i] * shrink + p,)
+    return new_mixed, new_top, new_total
 
 
 @triton.jit
 @no_type_check
 def _mix_and_norm(
-    source_ptr, query_ptr, weight_ptrs, out_ptr, N, n, source_n, source_eps, norm_eps, score_scale,
-    D: tl.constexpr, Q: tl.constexpr, A: tl.constexpr, B: tl.constexpr, MIX: tl.constexpr, STAGES: tl.constexpr,
+    y_ptr, block_ptr, partial_ptr, query_ptr, weight_ptrs, out_ptr, N, n, y_t, block_t, partial_t, source_eps,
+    norm_eps, score_scale,
+    D: tl.constexpr, Q: tl.constexpr, CHUNK: tl.constexpr, MIX: tl.constexpr, JOIN: tl.constexpr,
+    OPENS: tl.constexpr, ENDS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """n blocks and the running sum, which y joins first where JOIN says so."""
+    C: tl.constexpr = (D + CHUNK - 1) // CHUNK
     token = tl.program_id(0).to(tl.int64)
-    a, b = tl.arange(0, A), A + tl.arange(0, B)
-    in_b = b < D
-    base = source_ptr + token * source_n
-    # One entry a query. (Vectors of Q rows would be padded to a power of two, and moved between layouts.)
-    q_a, q_b, acc_a, acc_b, top, total = (), (), (), (), (), ()
+    o = tl.arange(0, CHUNK)
+    blocks = block_ptr + token * block_t
+    partial = partial_ptr + token * partial_t
+    last, closed = (), ()
+    for c in tl.static_range(C):
+        row = _load(partial, c, o, D, CHUNK)
+        if JOIN:
+            y = _load(y_ptr + token * y_t, c, o, D, CHUNK)
+            if OPENS:
+                _store(blocks + n * D, row, c, o, D, CHUNK)
+                closed = closed + (row.to(block_ptr.dtype.element_ty).to(tl.float32),)
+                row = y
+            else:
+                row += y
+            if ENDS:
+                row = row.to(out_ptr.dtype.element_ty).to(tl.float32)
+            _store(partial, row, c, o, D, CHUNK)
+        last = last + (row,)
+    # One entry a query and chunk. (Tensors with an axis of Q would be padded, and moved between layouts.)
+    q, mixed, top, total = (), (), (), ()
     for i in tl.static_range(Q):
-        if MIX:
-            q_a = q_a + (tl.load(query_ptr + i * D + a).to(tl.float32) * score_scale,)
-            q_b = q_b + (tl.load(query_ptr + i * D + b, mask=in_b, other=0.0).to(tl.float32) * score_scale,)
-            acc_a, acc_b = acc_a + (tl.zeros([A], tl.float32),), acc_b + (tl.zeros([B], tl.float32),)
-            top, total = top + (-1e30,), total + (0.0,)
-        else:  # the first layer: the last source as it is
-            acc_a = acc_a + (tl.load(base + (n - 1) * D + a).to(tl.float32),)
-            acc_b = acc_b + (tl.load(base + (n - 1) * D + b, mask=in_b, other=0.0).to(tl.float32),)
+        for c in tl.static_range(C):
+            if MIX:
+                q = q + (_load(query_ptr + i * D, c, o, D, CHUNK) * score_scale,)
+                mixed = mixed + (tl.zeros([CHUNK], tl.float32),)
+            else:  # the first layer: the running sum as it is
+                mixed = mixed + (last[c],)
+        top, total = top + (-1e30,), total + (0.0 if MIX else 1.0,)
     if MIX:
         for j in tl.range(0, n, num_stages=STAGES):
-            x_a = tl.load(base + j * D + a).to(tl.float32)
-            x_b = tl.load(base + j * D + b, mask=in_b, other=0.0).to(tl.float32)
-            rho = tl.rsqrt((tl.sum(x_a * x_a, 0) + tl.sum(x_b * x_b, 0)) / D + source_eps)
-            new_a, new_b, new_top, new_total = (), (), (), ()
-            for i in tl.static_range(Q):
-                score = (tl.sum(q_a[i] * x_a, 0) + tl.sum(q_b[i] * x_b, 0)) * rho  # to base 2
-                highest = tl.maximum(top[i], score)
-                shrink, p = tl.exp2(top[i] - highest), tl.exp2(score - highest)
-                new_a = new_a + (acc_a[i] * shrink + x_a * (p * rho),)
-                new_b = new_b + (acc_b[i] * shrink + x_b * (p * rho),)
-                new_top, new_total = new_top + (highest,), new_total + (total[i] * shrink + p,)
-            acc_a, acc_b, top, total = new_a, new_b, new_top, new_total
+            x = ()
+            for c in tl.static_range(C):
+                x = x + (_load(blocks + j * D, c, o, D, CHUNK),)
+            mixed, top, total = _take_in(x, q, mixed, top, total, source_eps, D, Q, C)
+        if OPENS:
+            mixed, top, total = _take_in(closed, q, mixed, top, total, source_eps, D, Q, C)
+        mixed, top, total = _take_in(last, q, mixed, top, total, source_eps, D, Q, C)
+    squares = ()
     for i in tl.static_range(Q):
-        y_a, y_b = acc_a[i], acc_b[i]
-        if MIX:
-            y_a, y_b = y_a / total[i], y_b / total[i]
-        inverse = tl.rsqrt((tl.sum(y_a * y_a, 0) + tl.sum(y_b * y_b, 0)) / D + norm_eps)
-        w_a = tl.load(weight_ptrs[i] + a).to(tl.float32)
-        w_b = tl.load(weight_ptrs[i] + b, mask=in_b, other=0.0).to(tl.float32)
-        out = out_ptr + (i * N + token) * D
-        tl.store(out + a, (y_a * inverse * w_a).to(out_ptr.dtype.element_ty))
-        tl.store(out + b, (y_b * inverse * w_b).to(out_ptr.dtype.element_ty), mask=in_b)
+        own = mixed[i * C] * mixed[i * C]
+        for c in tl.static_range(1, C):
+            own += mixed[i * C + c] * mixed[i * C + c]
+        squares = squares + (own,)
+    sums = _sums(squares, Q)
+    for i in tl.static_range(Q):
+        inverse = tl.rsqrt(sums[i] / (total[i] * total[i]) / D + norm_eps) / total[i]
+        for c in tl.static_range(C):
+            w = _load(weight_ptrs[i], c, o, D, CHUNK)
+            _store(out_ptr + (i * N + token) * D, mixed[i * C + c] * inverse * w, c, o, D, CHUNK)
+
+
+@functools.cache
+def _hopper(device: torch.device) -> ModuleType | None:
+    """The faster kernels, where they run."""
+    if INTERPRETED or torch.cuda.get_device_capability(device)[0] < 9:
+        return None
+    from . import residual_hopper
+
+    return residual_hopper
+
+
+def _by_token(x: Float[Tensor, "B T *rest"]) -> tuple[Float[Tensor, "B T *rest"], int]:
+    """`x`, or a copy, whose tokens of all rows stand one distance apart and are whole in memory; that distance."""
+    B, T = x.shape[:2]
+    row, token = x.stride()[:2]
+    whole = x[0, 0].is_contiguous()
+    if not whole or (B > 1 and T > 1 and row != T * token):
+        x = x.contiguous()
+        row, token = x.stride()[:2]
+    return x, token if T > 1 else row
+
+
+def _launch(
+    blocks: Float[Tensor, "B T n D"],
+    partial: Float[Tensor, "B T D"],
+    queries: Float[Tensor, " D"] | Float[Tensor, "q D"] | None,
+    norm_weights: list[Float[Tensor, " D"]],
+    eps: float,
+    dtype: torch.dtype,
+) -> list[Float[Tensor, "B T D"]]:
+    """Mixtures of the blocks and the running sum, by the form that suits the number of tokens."""
+    B, T, n, D = blocks.shape
+    N, Q = B * T, len(norm_weights)
+    blocks, block_t = _by_token(blocks)
+    partial, partial_t = _by_token(partial)
+    queries = None if queries is None else queries.contiguous()
+    out = torch.empty(Q, B, T, D, dtype=dtype, device=partial.device)
+    hopper = None if queries is None else _hopper(partial.device)
+    scales = SOURCE_EPS, eps, LOG2E / math.sqrt(D)
+    if hopper is not None and N <= _CLUSTER_TOKENS and D <= 8192:
+        _cluster(
+            hopper, None, None, None, None, blocks, partial, n, queries, norm_weights, out, eps, block_t, partial_t
+        )
+        return list(out.unbind(0))
+    warps, buffers, programs, hold = _BURSTS[Q > 1]
+    shared = buffers * programs * D * (n * blocks.element_size() + partial.element_size())
+    aligned = all(t.data_ptr() % 16 == 0 for t in (blocks, partial)) and block_t % 8 == partial_t % 8 == 0
+    if hopper is not None and D % _CHUNK == 0 and shared <= _SHARED_BYTES - 4096 and aligned:
+        hopper.mix_bursts[(min(N, programs * processors(out.device)),)](
+            blocks, partial, queries, tuple(norm_weights), out, N, block_t, partial_t, *scales,
+            D=D, n=n, Q=Q, L=hopper.layout(1, warps, _CHUNK // (32 * warps)), COPY=hopper.copy_layout(_CHUNK, warps),
+            CHUNK=_CHUNK, WARPS=warps, BUFFERS=buffers, HOLD=hold, num_warps=warps,
+        )  # fmt: skip
+        return list(out.unbind(0))
+    chunk = min(_CHUNK, triton.next_power_of_2(D))
+    _mix_and_norm[(N,)](
+        partial, blocks, partial, queries, tuple(norm_weights), out, N, n, 0, block_t, partial_t, *scales,
+        D=D, Q=Q, CHUNK=chunk, MIX=queries is not None, JOIN=False, OPENS=False, ENDS=False, STAGES=3,
+        num_warps=max(1, min(_WARPS, D // 512)), maxnreg=_REGISTERS,
+    )  # fmt: skip
+    return list(out.unbind(0))
+
+
+def _cluster(
+    hopper: ModuleType, y: Tensor | None, state: Tensor | None, weight: Tensor | None, rejected: Tensor | None,
+    blocks: Tensor, partial: Tensor, n: int, queries: Tensor, norm_weights: list[Tensor], out: Tensor, eps: float,
+    block_t: int, partial_t: int, opens: bool = False, ends: bool = False,
+) -> None:  # fmt: skip
+    """`mix_cluster` of a few tokens; without y of the sources as they are, without a state no convolution."""
+    Q, D = len(norm_weights), out.shape[-1]
+    N = out[0, ..., 0].numel()
+    K = 0 if weight is None else weight.shape[-1]
+    taps = None if weight is None else prepared(weight, token_major)
+    ctas, warps, vec = _CLUSTER["CTAS"], _CLUSTER["WARPS"], _CLUSTER["VEC"]
+    hopper.mix_cluster[(N,)](
+        y, state, rejected, taps, blocks, partial, queries, tuple(norm_weights), out, N,
+        0 if y is None else D, 0 if state is None else state.stride(0), block_t, partial_t, 1 / math.sqrt(K + 1),
+        SOURCE_EPS, eps, LOG2E / math.sqrt(D),
+        D=D, n=n, Q=Q, K=K, ROWS=0 if state is None else state.shape[1], JOIN=y is not None, OPENS=opens, ENDS=ends,
+        L=hopper.layout(ctas, warps, vec), CTAS=ctas, WARPS=warps, VEC=vec, WAIT=2, num_warps=warps, num_ctas=ctas,
+        launch_pdl=True,
+    )  # fmt: skip
 
 
 def mix_and_norm(
@@ -88,16 +279,67 @@ def mix_and_norm(
         InputError: see `require`.
     """
     require("mix_and_norm", sources, *norm_weights, *([] if queries is None else [queries]))
-    B, T, n, D = sources.shape
-    sources = sources.contiguous()
-    queries = None if queries is None else queries.contiguous()
-    Q = len(norm_weights)
-    a = 2 ** (D.bit_length() - 1)
-    b = triton.next_power_of_2(max(D - a, 1))
-    out = torch.empty(Q, B, T, D, dtype=dtype, device=sources.device)
-    _mix_and_norm[(B * T,)](
-        sources, queries, tuple(norm_weights), out, B * T, n, n * D, SOURCE_EPS, eps, LOG2E / math.sqrt(D),
-        D=D, Q=Q, A=a, B=b, MIX=queries is not None, STAGES=3,
-        num_warps=max(1, min(_WARPS, a // 512)), maxnreg=_REGISTERS,
+    return _launch(sources[:, :, :-1], sources[:, :, -1], queries, norm_weights, eps, dtype)
+
+
+def mix_depth_and_norm(
+    blocks: Float[Tensor, "B T n D"],
+    partial: Float[Tensor, "B T D"],
+    queries: Float[Tensor, " D"] | Float[Tensor, "q D"],
+    norm_weights: list[Float[Tensor, " D"]],
+    eps: float,
+    dtype: torch.dtype,
+) -> list[Float[Tensor, "B T D"]]:
+    """Twin of `fused.mix_depth_and_norm`: blocks and running sum are read where they are, each in its dtype.
+
+    Raises:
+        InputError: see `require`.
+    """
+    require("mix_depth_and_norm", blocks, partial, queries, *norm_weights)
+    return _launch(blocks, partial, queries, norm_weights, eps, dtype)
+
+
+def join_and_mix(
+    y: Float[Tensor, "B T D"],
+    state: Float[Tensor, "B N D"],
+    weight: Float[Tensor, "D 1 K"],
+    blocks: Float[Tensor, "B T capacity D"],
+    partial: Float[Tensor, "B T D"],
+    count: int,
+    queries: Float[Tensor, " D"] | Float[Tensor, "q D"],
+    norm_weights: list[Float[Tensor, " D"]],
+    eps: float,
+    opens_block: bool = False,
+    ends_layer: bool = False,
+    rejected: Int[Tensor, " B"] | None = None,
+) -> list[Float[Tensor, "B T D"]]:
+    """Twin of `fused.join_and_mix`: state, blocks and running sum are written in place, nothing waits for the host.
+
+    One launch for a token a row on NVIDIA GPUs from Hopper on, otherwise one more for the convolution.
+
+    Raises:
+        InputError: see `require`; blocks or running sum whose tokens do not stand one distance apart.
+    """
+    require("join_and_mix", y, state, weight, blocks, partial, queries, *norm_weights)
+    (B, T, D), N, Q = y.shape, len(y) * y.shape[1], len(norm_weights)
+    (same, block_t), (sum_, partial_t) = _by_token(blocks), _by_token(partial)
+    if same is not blocks or sum_ is not partial:
+        raise InputError("triton join_and_mix: strided blocks or running sum, expected tokens one distance apart")
+    hopper = _hopper(y.device) if N <= _CLUSTER_TOKENS and D <= 8192 else None
+    if hopper is None or T > 1 or state[0].stride() != (D, 1):
+        y, state, weight, rejected = rolling_short_conv(y, state, weight, rejected), None, None, None
+    y, queries = y.contiguous(), queries.contiguous()
+    out = torch.empty(Q, B, T, D, dtype=y.dtype, device=y.device)
+    if hopper is not None:
+        _cluster(
+            hopper, y, state, weight, rejected, blocks, partial, count, queries, norm_weights, out, eps, block_t,
+            partial_t, opens_block, ends_layer,
+        )  # fmt: skip
+        return list(out.unbind(0))
+    _mix_and_norm[(N,)](
+        y, blocks, partial, queries, tuple(norm_weights), out, N, count, D, block_t, partial_t, SOURCE_EPS, eps,
+        LOG2E / math.sqrt(D),
+        D=D, Q=Q, CHUNK=min(_CHUNK, triton.next_power_of_2(D)), MIX=True, JOIN=True, OPENS=opens_block,
+        ENDS=ends_layer, STAGES=3, num_warps=max(1, min(_WARPS, D // 512)), maxnreg=_REGISTERS,
     )  # fmt: skip
     return list(out.unbind(0))
