@@ -77,7 +77,7 @@ def _next_state(
 def _next_token(
     u_ptr, w_ptr, base_ptr, best_ptr, seed_ptr, position_ptr, B, V, r, base_n, inverse_temperature, is_reversed,
     R: tl.constexpr, IDS: tl.constexpr, ROWS: tl.constexpr, SAMPLE: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr, PREFETCH: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Some tiles of W_2 u + base for a tile of rows, and the best of their scores into `best_ptr`."""
     columns, rows = tl.arange(0, R), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -89,10 +89,6 @@ def _next_token(
     ids = first * IDS + tl.arange(0, IDS)
     if PDL:
         gdc_launch_dependents()
-        for i in tl.static_range(PREFETCH):  # of weights, into the L2 cache
-            line = (first + sign * i * step) * IDS * r + tl.arange(0, IDS * R // 64) * 64
-            address = (w_ptr + tl.minimum(tl.maximum(line, 0), V * r - 1)).to(tl.int64)
-            tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [address], tl.int32, False, 1)
     b_rows = base_ptr + rows[None, :].to(tl.int64) * base_n
     base = tl.load(b_rows + ids[:, None], mask=(rows[None, :] < B) & (ids[:, None] < V), other=0.0)
     if PDL:
@@ -156,6 +152,6 @@ def draft_rnn(
         _next_token[(min(2 * processors(h.device), triton.cdiv(V, ids)), triton.cdiv(B, rows))](
             u[k], w2, base[:, k], best[k], seeds, None if positions is None else positions[k], B, V, r, n * V,
             min(1 / temperature, 1e36) if temperature else 0.0, k % 2, R=R, IDS=ids, ROWS=rows, SAMPLE=temperature > 0,
-            STAGES=3, PDL=not INTERPRETED, PREFETCH=2, num_warps=4, launch_pdl=not INTERPRETED,
+            STAGES=3, PDL=not INTERPRETED, num_warps=4, launch_pdl=not INTERPRETED,
         )  # fmt: skip
     return (best & 0xFFFFFFFF).t()

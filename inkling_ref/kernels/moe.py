@@ -56,25 +56,31 @@ def _logits(
 @triton.jit
 @no_type_check
 def _logits_few(
-    h_ptr, w_ptr, out_ptr, N, E, h_n, w_n,
+    h_ptr, w_ptr, out_ptr, N, E, h_n,
     D: tl.constexpr, ROWS: tl.constexpr, EXPERTS: tl.constexpr, STEP: tl.constexpr, STEPS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """All rows against a few experts and a slice of the columns, in float32: one term of the sum in [slices, N, E]."""
-    if PDL:
-        gdc_launch_dependents()
+    """All rows against a few experts and a slice of the columns, in float32: one term of the sum in [slices, N, E].
+
+    The weights are on their way before the kernel waits for the rows.
+    """
     rows, experts = tl.arange(0, ROWS), tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
     columns = tl.program_id(1) * STEP * STEPS + tl.arange(0, STEP)
+    w = ()
+    for i in tl.static_range(STEPS):
+        d = columns + i * STEP
+        mask = (experts[:, None] < E) & (d[None, :] < D)
+        w = w + (tl.load(w_ptr + experts[:, None] * D + d[None, :], mask=mask, other=0.0),)  # noqa: RUF005
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     acc = tl.zeros([ROWS, EXPERTS, STEP], tl.float32)
     for i in tl.static_range(STEPS):
         d = columns + i * STEP
-        inside = d[None, :] < D
-        w = tl.load(w_ptr + experts[:, None] * w_n + d[None, :], mask=(experts[:, None] < E) & inside, other=0.0)
-        h = tl.load(h_ptr + rows[:, None] * h_n + d[None, :], mask=(rows[:, None] < N) & inside, other=0.0)
-        acc += h.to(tl.float32)[:, None, :] * w[None, :, :]
-    mask = (rows[:, None] < N) & (experts[None, :] < E)
+        h = tl.load(h_ptr + rows[:, None] * h_n + d[None, :], mask=(rows[:, None] < N) & (d[None, :] < D), other=0.0)
+        acc += h.to(tl.float32)[:, None, :] * w[i][None, :, :]
     out = (tl.program_id(1) * N + rows[:, None]) * E + experts[None, :]
-    tl.store(out_ptr + out, tl.sum(acc, 2), mask=mask)
+    tl.store(out_ptr + out, tl.sum(acc, 2), mask=(rows[:, None] < N) & (experts[None, :] < E))
 
 
 @triton.jit
@@ -89,6 +95,7 @@ def _choose(
     real = experts < E
     bias = tl.load(bias_ptr + experts, mask=real, other=0.0).to(tl.float32)
     if PDL:
+        gdc_launch_dependents()
         gdc_wait()
     logit = tl.load(logit_ptr + token * E + experts, mask=real, other=0.0)
     for i in tl.static_range(1, SLICES):
@@ -153,12 +160,14 @@ def route(
     (N, D), E = h.shape, weight.shape[0]
     h, bias = h if h.stride(1) == 1 else h.contiguous(), bias.contiguous()
     if N <= _FEW:
-        w, experts, step, steps = prepared(weight, _one_term)[0], 2, 512, 3
+        experts, step, steps = 2, 512, 3
         slices = triton.cdiv(D, step * steps)
         logits = torch.empty(slices, N, E, dtype=torch.float32, device=h.device)
         _logits_few[(triton.cdiv(E, experts), slices)](
-            h, w, logits, N, E, h.stride(0), w.stride(0), D=D, ROWS=triton.next_power_of_2(N), EXPERTS=experts,
-            STEP=step, STEPS=steps, PDL=not INTERPRETED, num_warps=4,
+            h, weight.float().contiguous(), logits, N, E, h.stride(0), D=D, ROWS=triton.next_power_of_2(N),
+            EXPERTS=experts, STEP=step, STEPS=steps, PDL=not INTERPRETED, num_warps=4,
+            # Only within a graph: there no kernel just before this one writes the weight.
+            launch_pdl=not INTERPRETED and torch.cuda.is_current_stream_capturing(),
         )  # fmt: skip
     else:
         terms = prepared(weight, bfloat16_terms if h.dtype == torch.bfloat16 else _one_term).flatten(0, 1)
