@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import random_ids, random_model, relative_rms
+from helpers import random_ids, random_model
 from kernel_contract import DEVICE, DTYPES, INTERPRETED, needs_device, poisoned_outputs  # noqa: F401 (a fixture)
 from test_dspark import PROMPTS, Scripted, make
 
@@ -38,33 +38,42 @@ def passes(model, length, documents=False):
         if documents:
             numbers = (torch.arange(length) >= 4).long()[None]
             out.append(model(ids[:1].to(DEVICE), document_ids=numbers.to(DEVICE)).logits)
-    return torch.cat([logits.flatten() for logits in out])
+    logits = torch.cat([logits.flatten(0, 1) for logits in out])
+    return logits[logits.any(dim=1)]  # padded positions have zeros, in any model
 
 
 def check(exact, eager, actual, *arguments):
-    """The error of `actual`, a model on the kernels, is at most 1.5 times that of `eager`, and both compute alike."""
-    exact, eager, actual = (passes(model, *arguments) for model in (exact, eager, actual))
-    assert relative_rms(actual, exact) <= 1.5 * relative_rms(eager, exact)
+    """The error of `actual`, a model on the kernels, is at most 1.5 times that of `eager` of the same dtype.
+
+    At the token of median error, with which most agree: in 16 bits a near tie of two experts sends single tokens
+    another way, in either model.
+    """
+    exact, eager, actual = (passes(model, *arguments).double() for model in (exact, eager, actual))
+    assert actual.isfinite().all()
+    errors = [(logits - exact).norm(dim=1) / exact.norm(dim=1) for logits in (eager, actual)]
+    ours, theirs = (float(error.median()) for error in reversed(errors))
+    assert ours <= max(1.5 * theirs, 2e-6)
 
 
 # --- The whole model -------------------------------------------------------------------------------------------------
 
 
-def test_tiny_model():
-    models = [(torch.float64, "torch"), (DTYPES[-1], "torch"), (DTYPES[-1], "triton")]
+@pytest.mark.parametrize("dtype", DTYPES[-1:] if INTERPRETED else DTYPES, ids=str)
+def test_tiny_model(dtype):
+    models = [(torch.float64, "torch"), (dtype, "torch"), (dtype, "triton")]
     check(*(random_model(dtype=dtype, backend=backend).to(DEVICE) for dtype, backend in models), 9, True)
 
 
 def test_greedy_text_with_a_drafter():
-    """Rounds that verify four drafts and accept all, none or some of them."""
-    prompts = PROMPTS[:2]
+    """Three rounds that verify four drafts and accept two, none and all of them."""
+    prompts = PROMPTS[:1]
     model = random_model(backend="triton").to(DEVICE)
     drafter = make(model, Scripted).to(DEVICE)
-    expected = ir.generate(random_model(), prompts, 9).tokens
-    drafter.texts, drafter.script = [a + b for a, b in zip(prompts, expected, strict=True)], (4, 0, 2)
-    result = ir.generate(model, prompts, 9, drafter=drafter)
+    expected = ir.generate(random_model(), prompts, 8).tokens
+    drafter.texts, drafter.script = [prompts[0] + expected[0]], (2, 0, 4)
+    result = ir.generate(model, prompts, 8, drafter=drafter)
     assert result.tokens == expected
-    assert result.stats.drafting.row_rounds < 16
+    assert result.stats.drafting.row_rounds == 3
 
 
 @needs_gpu
