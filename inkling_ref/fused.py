@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from .attention import attend, l2_clip, log_scale, scaled_l2_clip
 from .dspark import MarkovHead
+from .errors import InputError
 from .moe import softcap
 from .residual import DepthState, mix_and_norm, rms, rounded, wide
 from .short_conv import dynamic_short_conv, short_conv
@@ -218,6 +219,14 @@ def uniform(V: int, seeds: Int[Tensor, " N"], positions: Int[Tensor, " N"]) -> F
     return words.float() * 2.0**-32 + 2.0**-33
 
 
+def check_draw(temperature: float, seeds: Tensor | None, positions: Tensor | None) -> None:
+    """Raises InputError for a temperature below 0, or one above it without seeds and positions to draw with."""
+    if temperature < 0:
+        raise InputError(f"temperature is {temperature!r}, expected a number >= 0")
+    if temperature > 0 and (seeds is None or positions is None):
+        raise InputError(f"temperature is {temperature!r} without seeds and positions, expected one of each a row")
+
+
 def choose(
     logits: Float[Tensor, "N V"],
     temperature: float = 0.0,
@@ -230,8 +239,12 @@ def choose(
     exponential. (Of u itself float32 would resolve the wrong end: E is small where the largest score stands.)
 
     Args:
-        seeds, positions: of each row, 64-bit; the same pair draws the same, whatever the batch.
+        seeds, positions: of each row, int64; the same pair draws the same, whatever the batch.
+
+    Raises:
+        InputError: see `check_draw`.
     """
+    check_draw(temperature, seeds, positions)
     if temperature == 0:
         return logits.argmax(dim=-1)
     u = uniform(logits.shape[1], seeds, positions).clamp(max=1 - 2.0**-24)

@@ -9,6 +9,7 @@ import triton.language as tl
 from kernel_contract import DEVICE, dtypes, needs_device, placed, poisoned_outputs  # noqa: F401 (a fixture)
 
 from inkling_ref import fused
+from inkling_ref.errors import InputError
 from inkling_ref.kernels import head
 
 pytestmark = needs_device
@@ -131,6 +132,15 @@ def test_ties_zeros_nan_and_infinity():
     nan = torch.tensor([[1.0], [math.nan], [math.inf], [math.nan]], device=DEVICE)
     assert head.sample_head(torch.ones(1, 1, device=DEVICE), nan, 30.0).tolist() == [1]
     assert head.sample_head(-torch.ones(1, 1, device=DEVICE), nan, 30.0).tolist() == [1]
+
+
+def test_refuses_to_draw_without_seeds():
+    hidden, weight = torch.ones(1, 4, device=DEVICE), torch.ones(3, 4, device=DEVICE)
+    for function in (head.sample_head, fused.sample_head):
+        with pytest.raises(InputError, match=r"temperature is 0\.5 without seeds and positions, expected one"):
+            function(hidden, weight, 30.0, 0.5)
+        with pytest.raises(InputError, match="temperature is -1, expected a number >= 0"):
+            function(hidden, weight, 30.0, -1)
 
 
 def test_only_the_used_rows_of_the_weight_count():

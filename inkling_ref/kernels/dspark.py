@@ -23,7 +23,7 @@ from ..dspark import MarkovHead
 from ..errors import InputError
 from . import INTERPRETED, processors, require
 from .approximate import tanh
-from .head import gumbel, packed, uniform
+from .head import drawn_with, gumbel, inverse, packed, uniform
 
 _CHANNELS: int = 8  # of a program of the state's kernel
 
@@ -129,20 +129,21 @@ def draft_rnn(
     """Twin of `fused.draft_rnn`, in 2 n launches and two around them.
 
     Raises:
-        InputError: for another kind of head; see `require`.
+        InputError: for another kind of head; see `require` and `fused.check_draw`.
     """
     if head.kind != "rnn":
         raise InputError(f"triton draft_rnn: a head of kind {head.kind!r}, expected 'rnn'")
     w1, w2, joint = head.markov_w1.weight, head.markov_w2.weight, head.joint_proj
     require("draft_rnn", h, base, w1, w2, joint.weight)
+    seeds, positions = drawn_with(temperature, seeds, None if positions is None else positions.t())
     (B, n, V), r = base.shape, w1.shape[1]
-    share, base = F.linear(h, joint.weight[:, 2 * r :], joint.bias), base.contiguous()
+    share = F.linear(h, joint.weight[:, 2 * r :], joint.bias)
+    base, anchors = base.contiguous(), anchors.contiguous()
     s = torch.empty(n, B, r, dtype=torch.float32, device=h.device)
     u = torch.empty(n, B, r, dtype=w2.dtype, device=h.device)
     best = torch.empty(n, B, dtype=torch.int64, device=h.device)
     R, rows = max(16, triton.next_power_of_2(r)), min(64, max(16, triton.next_power_of_2(B)))
     ids = 128 // w2.element_size()
-    positions = None if positions is None else positions.t().contiguous()
     for k in range(n):
         _next_state[(triton.cdiv(r, _CHANNELS), B)](
             joint.weight, share, w1, best[k - 1] if k else anchors, s, u, best, k, B, n, r, joint.weight.stride(0),
@@ -151,7 +152,7 @@ def draft_rnn(
         )  # fmt: skip
         _next_token[(min(2 * processors(h.device), triton.cdiv(V, ids)), triton.cdiv(B, rows))](
             u[k], w2, base[:, k], best[k], seeds, None if positions is None else positions[k], B, V, r, n * V,
-            min(1 / temperature, 1e36) if temperature else 0.0, k % 2, R=R, IDS=ids, ROWS=rows, SAMPLE=temperature > 0,
-            STAGES=3, PDL=not INTERPRETED, num_warps=4, launch_pdl=not INTERPRETED,
+            inverse(temperature), k % 2, R=R, IDS=ids, ROWS=rows, SAMPLE=temperature > 0,
+            STAGES=3, PDL=not INTERPRETED, num_warps=4 if rows == 16 else 8, launch_pdl=not INTERPRETED,
         )  # fmt: skip
     return (best & 0xFFFFFFFF).t()

@@ -20,6 +20,7 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from ..fused import check_draw
 from . import require
 from .approximate import log2, tanh
 
@@ -91,6 +92,19 @@ def _best_token(
     tl.atomic_min(best_ptr + rows, tl.min(packed(z, ids, V), 0), mask=rows < N, sem="relaxed")
 
 
+def drawn_with(
+    temperature: float, seeds: Int[Tensor, "*shape"] | None, positions: Int[Tensor, "*shape"] | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Seeds and positions as the kernels read them. Raises InputError: see `fused.check_draw`."""
+    check_draw(temperature, seeds, positions)
+    return (seeds.contiguous(), positions.contiguous()) if temperature > 0 else (None, None)
+
+
+def inverse(temperature: float) -> float:
+    """1 / temperature; finite, 0 where nothing is drawn."""
+    return min(1 / temperature, 1e36) if temperature > 0 else 0.0
+
+
 def sample_head(
     hidden: Float[Tensor, "N D"],
     weight: Float[Tensor, "V D"],
@@ -104,9 +118,10 @@ def sample_head(
     The weight is read once for every 64 rows.
 
     Raises:
-        InputError: see `require`.
+        InputError: see `require` and `fused.check_draw`.
     """
     require("sample_head", hidden, weight)
+    seeds, positions = drawn_with(temperature, seeds, positions)
     (N, D), V = hidden.shape, weight.shape[0]
     hidden, weight = hidden if hidden.stride(1) == 1 else hidden.contiguous(), weight.contiguous()
     best = torch.full((N,), WORST, dtype=torch.int64, device=hidden.device)
@@ -114,7 +129,7 @@ def sample_head(
     ids, columns, stages, warps = (64, 256, 5, 4) if rows == 16 else (128, 128, 4, 8)
     _best_token[(triton.cdiv(V, ids), triton.cdiv(N, rows))](
         hidden, weight, best, seeds, positions, N, V, hidden.stride(0), cap,
-        min(1 / temperature, 1e36) if temperature else 0.0, D=D, STEP=columns // weight.element_size(), IDS=ids,
+        inverse(temperature), D=D, STEP=columns // weight.element_size(), IDS=ids,
         ROWS=rows, SAMPLE=temperature > 0, STAGES=stages, num_warps=warps,
     )  # fmt: skip
     return best & 0xFFFFFFFF
