@@ -93,7 +93,7 @@ def _best_token(
 
 
 def drawn_with(
-    temperature: float, seeds: Int[Tensor, "*shape"] | None, positions: Int[Tensor, "*shape"] | None
+    temperature: float, seeds: Tensor | None, positions: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """Seeds and positions as the kernels read them. Raises InputError: see `fused.check_draw`."""
     check_draw(temperature, seeds, positions)
