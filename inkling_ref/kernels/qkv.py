@@ -20,8 +20,19 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..errors import InputError
-from . import INTERPRETED, prepared, require
-from .short_conv import convolve, load_dynamic, load_positions, load_rows, load_taps, packed, roll_state, token_major
+from . import INTERPRETED, LOG2E, prepared, require
+from .approximate import log2, reciprocal
+from .short_conv import (
+    convolve,
+    load_dynamic,
+    load_positions,
+    load_rows,
+    load_state,
+    load_taps,
+    packed,
+    roll_state,
+    token_major,
+)
 
 
 class Tile(NamedTuple):
@@ -32,12 +43,13 @@ class Tile(NamedTuple):
     q_heads: int
     r_heads: int
     warps: int = 1
+    apart: bool = False  # two launches: the clipped vectors, then the convolutions
 
 
 @triton.jit
 @no_type_check
 def _clipped(
-    x_ptr, scale_ptr, position_ptr, out_ptr, part, start, T, x_t, threshold, floor, alpha,
+    x_ptr, scale_ptr, position_ptr, out_ptr, part, start, T, x_t, threshold, per_floor, alpha,
     H: tl.constexpr, d: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
     LOG: tl.constexpr,
 ):  # fmt: skip
@@ -49,7 +61,7 @@ def _clipped(
         inside = inside & (h < H)
     if d != WIDTH:
         inside = inside & (e < d)
-    rows = load_rows(x_ptr + c, x_ptr, x_t, 0, start, 0, T, 0, inside, 1, 0, TOKENS)
+    rows = load_rows(x_ptr + c, x_t, start, 0, T, inside, 0, TOKENS)
     positions = ()
     if LOG:
         positions = load_positions(position_ptr, start, T, TOKENS)
@@ -57,9 +69,9 @@ def _clipped(
     out_ptr += start.to(tl.int64) * (H * d) + c
     for i in tl.static_range(TOKENS):
         u = rows[i].to(tl.float32) * scale
-        factor = tl.minimum(threshold / (tl.sqrt(tl.sum(u * u, 1)) + 1e-6), 1.0)
+        factor = tl.minimum(threshold * reciprocal(tl.sqrt(tl.sum(u * u, 1)) + 1e-6), 1.0)
         if LOG:
-            factor *= 1.0 + alpha * tl.log(tl.maximum((positions[i] + 1).to(tl.float32) / floor, 1.0))
+            factor *= 1.0 + alpha * tl.maximum(log2((positions[i] + 1).to(tl.float32) * per_floor), 0.0)
         u = (u * factor[:, None]).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + i * (H * d), u, mask=inside & (start + i < T))
 
@@ -82,15 +94,17 @@ def _convolved(
         inside = inside & (g < G)
     if d != WIDTH:
         inside = inside & (e < d)
-    x, state = x_ptr + c, state_ptr + c
-    dynamic, positions = (), ()
+    rows = load_rows(x_ptr + c, x_t, start, 0, T, inside, K - 1, TOKENS)
+    taps = load_taps(tap_ptr + c, tap_j, scale, inside, K)
+    dynamic, positions, slots = (), (), ()
     if DYNAMIC:
         dynamic_ptr += part * (HEADS * K)
         heads = G - part * HEADS
         dynamic = load_dynamic(dynamic_ptr, dynamic_t, start, T, head, heads, K, TOKENS, HEADS, PACKED)
     if DOCUMENTS:
         positions = load_positions(document_ptr, start, T, TOKENS)
-    slots = ()
+    if N > 0:
+        rows = load_state(rows, state_ptr + c, state_n, start, rejected, inside, K - 1, N, TOKENS)
     for i in tl.static_range(TOKENS):
         slot = slot0 + start + i
         if PAGE > 0:
@@ -98,10 +112,8 @@ def _convolved(
             slots = slots + (page * cache_p + slot % PAGE * cache_s,)
         else:
             slots = slots + (slot.to(tl.int64) * cache_s,)
-    rows = load_rows(x, state, x_t, state_n, start, 0, T, rejected, inside, K, N, TOKENS)
-    taps = load_taps(tap_ptr + c, tap_j, scale, inside, K)
     if ROLL:  # this run is the whole call
-        roll_state(x, state, x_t, state_n, T, rejected, inside, N)
+        roll_state(rows, state_ptr + c, state_n, rejected, inside, K - 1, N, TOKENS)
     cache_ptr += g.to(tl.int64) * cache_g + e
     for i in tl.static_range(TOKENS):
         y = convolve(rows, taps, dynamic, positions, scale, i, K, DYNAMIC, DOCUMENTS)
@@ -109,7 +121,7 @@ def _convolved(
         if VALUE:
             factor = tl.rsqrt(square / d + limit)
         else:
-            factor = tl.minimum(limit / (tl.sqrt(square) + 1e-6), 1.0)
+            factor = tl.minimum(limit * reciprocal(tl.sqrt(square) + 1e-6), 1.0)
         y = (y * factor[:, None]).to(cache_ptr.dtype.element_ty)
         used = (start + i < T) & (slot0 + start + i >= 0)  # a row that is not in use has slots below 0
         tl.store(cache_ptr + slots[i], y, mask=inside & used)
@@ -123,32 +135,36 @@ def _prepare(
     q_out_ptr, r_out_ptr, T,
     q_b, q_t, r_b, r_t, k_b, k_t, v_b, v_t, tap_j, k_dynamic_b, k_dynamic_t, v_dynamic_b, v_dynamic_t,
     key_b, key_g, key_s, value_b, value_g, value_s, table_b, state_b, state_n, position_b, document_b,
-    qk_threshold, r_threshold, eps, floor, alpha, conv_scale,
+    qk_threshold, r_threshold, eps, per_floor, alpha, conv_scale,
     H: tl.constexpr, G: tl.constexpr, d: tl.constexpr, R: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
     TOKENS: tl.constexpr, HEADS: tl.constexpr, Q_HEADS: tl.constexpr, R_HEADS: tl.constexpr, WIDTH: tl.constexpr,
     R_WIDTH: tl.constexpr, LOG: tl.constexpr, DYNAMIC: tl.constexpr, PACKED: tl.constexpr, DOCUMENTS: tl.constexpr,
     ROLL: tl.constexpr, LENGTHS: tl.constexpr, REJECTED: tl.constexpr, PAGE: tl.constexpr, DEPENDENT: tl.constexpr,
+    CLIPS: tl.constexpr, CONVOLVES: tl.constexpr,
 ):  # fmt: skip
     if DEPENDENT:  # the next kernel may start, and wait here as this one does for the kernel in front of it
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    Q_PARTS: tl.constexpr = (H + Q_HEADS - 1) // Q_HEADS
-    R_PARTS: tl.constexpr = (H + R_HEADS - 1) // R_HEADS
-    PARTS: tl.constexpr = (G + HEADS - 1) // HEADS
+    Q_PARTS: tl.constexpr = (H + Q_HEADS - 1) // Q_HEADS if CLIPS else 0
+    R_PARTS: tl.constexpr = (H + R_HEADS - 1) // R_HEADS if CLIPS else 0
+    PARTS: tl.constexpr = (G + HEADS - 1) // HEADS if CONVOLVES else 0
     ROLES: tl.constexpr = Q_PARTS + R_PARTS + 2 * PARTS
     part, start = tl.program_id(0) % ROLES, tl.program_id(0) // ROLES * TOKENS
     b = tl.program_id(1).to(tl.int64)
-    if part >= 2 * PARTS + R_PARTS:
-        _clipped(
-            q_ptr + b * q_b, q_scale_ptr, position_ptr + b * position_b, q_out_ptr + b * T * (H * d),
-            part - 2 * PARTS - R_PARTS, start, T, q_t, qk_threshold, floor, alpha, H, d, TOKENS, Q_HEADS, WIDTH, LOG,
-        )  # fmt: skip
-    elif part >= 2 * PARTS:
-        _clipped(
-            r_ptr + b * r_b, r_scale_ptr, position_ptr + b * position_b, r_out_ptr + b * T * (H * R),
-            part - 2 * PARTS, start, T, r_t, r_threshold, floor, alpha, H, R, TOKENS, R_HEADS, R_WIDTH, LOG,
-        )  # fmt: skip
-    else:
+    if CLIPS:
+        if part >= 2 * PARTS + R_PARTS:
+            _clipped(
+                q_ptr + b * q_b, q_scale_ptr, position_ptr + b * position_b, q_out_ptr + b * T * (H * d),
+                part - 2 * PARTS - R_PARTS, start, T, q_t, qk_threshold, per_floor, alpha,
+                H, d, TOKENS, Q_HEADS, WIDTH, LOG,
+            )  # fmt: skip
+        elif part >= 2 * PARTS:
+            _clipped(
+                r_ptr + b * r_b, r_scale_ptr, position_ptr + b * position_b, r_out_ptr + b * T * (H * R),
+                part - 2 * PARTS, start, T, r_t, r_threshold, per_floor, alpha,
+                H, R, TOKENS, R_HEADS, R_WIDTH, LOG,
+            )  # fmt: skip
+    if CONVOLVES:
         slot0, rejected = 0, 0
         if LENGTHS:
             slot0 = tl.load(length_ptr + b)
@@ -164,7 +180,7 @@ def _prepare(
                 k_t, tap_j, k_dynamic_t, state_n, key_b, key_g, key_s, conv_scale, qk_threshold,
                 G, d, K, N, TOKENS, HEADS, WIDTH, False, DYNAMIC, PACKED, DOCUMENTS, ROLL, PAGE,
             )  # fmt: skip
-        else:
+        elif part < 2 * PARTS:
             _convolved(
                 v_ptr + b * v_b, v_tap_ptr, v_dynamic_ptr + b * v_dynamic_b, state_ptr + b * state_b + G * d,
                 document_ptr + b * document_b, value_base, table_ptr + b * table_b, part - PARTS, start, T, slot0,
@@ -176,8 +192,8 @@ def _prepare(
 def choose_tile(T: int, G: int, d: int) -> Tile:
     """Up to 16 tokens are one run, so that it can update the state."""
     if T <= 16:
-        return Tile(triton.next_power_of_2(T), 1, 4 if T == 1 else 1, 16)
-    return Tile(8, 2 if G % 2 == 0 and d <= 128 else 1, 2, 16)
+        return Tile(T, 1, 4 if T == 1 else 1, 16)
+    return Tile(8, 2 if G % 2 == 0 and d <= 128 else 1, 2, 16, apart=True)
 
 
 def prepare_qkv(
@@ -227,34 +243,37 @@ def prepare_qkv(
         K = k_taps.shape[2]
         k_taps, v_taps = (prepared(w, token_major) for w in (k_taps, v_taps))
         k_dynamic = v_dynamic = q  # not read
-    roll = state is not None and tile.tokens >= T
+    roll = state is not None and tile.tokens == T
     if state is not None and not roll and N > T:
-        raise InputError(f"prepare_qkv: a state of {N} rows, expected at most {tile.tokens}")
+        raise InputError(f"prepare_qkv: a state of {N} rows, expected at most {max(T, 16)}")
     width, r_width = triton.next_power_of_2(d), triton.next_power_of_2(R)
     q_out = torch.empty(B, T, H, d, dtype=q.dtype, device=q.device)
     r_out = torch.empty(B, T, H, R, dtype=r.dtype, device=r.device)
     floor, alpha = log_scaling or (1.0, 0.0)
     page = 0 if table is None else keys.shape[2]
     early = (options or {}) | ({} if INTERPRETED else {"launch_pdl": True})
-    parts = triton.cdiv(H, tile.q_heads) + triton.cdiv(H, tile.r_heads) + 2 * triton.cdiv(G, tile.heads)
-    _prepare[(parts * triton.cdiv(T, tile.tokens), B)](
-        q, r, k, v, q_scale, r_scale, k_taps, v_taps, k_dynamic, v_dynamic,
-        keys, values, lengths, table if page else q, state if N else q, rejected,
-        positions if log_scaling else q, document_position if document_position is not None else q,
-        q_out, r_out, T,
-        *q.stride()[:2], *r.stride()[:2], *k.stride()[:2], *v.stride()[:2], G * d,
-        *(k_dynamic.stride()[:2] + v_dynamic.stride()[:2] if dynamic else (0, 0, 0, 0)),
-        *keys.stride()[:3], *values.stride()[:3], table.stride(0) if page else 0,
-        *(state.stride()[:2] if N else (0, 0)),
-        0 if not log_scaling or len(positions) == 1 else positions.stride(0),
-        0 if document_position is None else document_position.stride(0),
-        qk_threshold, r_threshold, eps, floor, alpha, 1 / math.sqrt(2 * K + 1 if dynamic else K + 1),
-        H=H, G=G, d=d, R=R, K=K, N=N, TOKENS=tile.tokens, HEADS=tile.heads, Q_HEADS=tile.q_heads, R_HEADS=tile.r_heads,
-        WIDTH=width, R_WIDTH=r_width, LOG=log_scaling is not None, DYNAMIC=dynamic,
-        PACKED=dynamic and packed(k_dynamic) and packed(v_dynamic), DOCUMENTS=document_position is not None, ROLL=roll,
-        LENGTHS=lengths is not None, REJECTED=rejected is not None, PAGE=page, DEPENDENT=not INTERPRETED,
-        num_warps=tile.warps, **early,
-    )  # fmt: skip
+    # (clips, convolves): the convolutions need twice the registers, and the rest many warps to hide its loads.
+    for clips, convolves in ((True, False), (False, True)) if tile.apart else ((True, True),):
+        parts = clips * (triton.cdiv(H, tile.q_heads) + triton.cdiv(H, tile.r_heads))
+        parts += convolves * 2 * triton.cdiv(G, tile.heads)
+        _prepare[(parts * triton.cdiv(T, tile.tokens), B)](
+            q, r, k, v, q_scale, r_scale, k_taps, v_taps, k_dynamic, v_dynamic,
+            keys, values, lengths, table if page else q, state if N else q, rejected,
+            positions if log_scaling else q, document_position if document_position is not None else q,
+            q_out, r_out, T,
+            *q.stride()[:2], *r.stride()[:2], *k.stride()[:2], *v.stride()[:2], G * d,
+            *(k_dynamic.stride()[:2] + v_dynamic.stride()[:2] if dynamic else (0, 0, 0, 0)),
+            *keys.stride()[:3], *values.stride()[:3], table.stride(0) if page else 0,
+            *(state.stride()[:2] if N else (0, 0)),
+            0 if not log_scaling or len(positions) == 1 else positions.stride(0),
+            0 if document_position is None else document_position.stride(0),
+            qk_threshold, r_threshold, eps, 1 / floor, alpha / LOG2E, 1 / math.sqrt(2 * K + 1 if dynamic else K + 1),
+            H=H, G=G, d=d, R=R, K=K, N=N, TOKENS=tile.tokens, HEADS=tile.heads, Q_HEADS=tile.q_heads,
+            R_HEADS=tile.r_heads, WIDTH=width, R_WIDTH=r_width, LOG=log_scaling is not None, DYNAMIC=dynamic,
+            PACKED=dynamic and packed(k_dynamic) and packed(v_dynamic), DOCUMENTS=document_position is not None,
+            ROLL=roll, LENGTHS=lengths is not None, REJECTED=rejected is not None, PAGE=page, DEPENDENT=not INTERPRETED,
+            CLIPS=clips, CONVOLVES=convolves, num_warps=tile.warps, **early,
+        )  # fmt: skip
     if N and not roll:  # runs of tokens that still read the state may not write it
         state[..., : G * d].copy_(k[:, T - N :])
         state[..., G * d :].copy_(v[:, T - N :])

@@ -27,22 +27,30 @@ _SHORT: int = 16  # calls of so many tokens are one run
 
 @triton.jit
 @no_type_check
-def load_rows(
-    x_ptr, state_ptr, x_t, state_n, start, first, T, rejected, inside,
-    K: tl.constexpr, N: tl.constexpr, TOKENS: tl.constexpr,
-):  # fmt: skip
-    """The K - 1 rows before a run and its own: of x from token `first` on, before it of a state of N rows, or zeros."""
+def load_rows(x_ptr, x_t, start, first, T, inside, PAST: tl.constexpr, TOKENS: tl.constexpr):
+    """The rows of a run, after the PAST before it; those before token `first` are zeros."""
     rows = ()
     x_ptr += start.to(tl.int64) * x_t
-    for i in tl.static_range(TOKENS + K - 1):
-        t = start + i - (K - 1)
-        row = tl.load(x_ptr + (i - (K - 1)) * x_t, mask=inside & (t >= first) & (t < T), other=0.0)
-        if N > 0 and i < K - 1:
-            n = N - rejected + t
-            old = tl.load(state_ptr + n * state_n, mask=inside & (t < 0) & (n >= 0), other=0.0)
-            row = tl.where(t < 0, old, row)
-        rows = rows + (row,)
+    for i in tl.static_range(TOKENS + PAST):
+        t = start + i - PAST
+        rows = rows + (tl.load(x_ptr + (i - PAST) * x_t, mask=inside & (t >= first) & (t < T), other=0.0),)
     return rows
+
+
+@triton.jit
+@no_type_check
+def load_state(
+    rows, state_ptr, state_n, start, rejected, inside, PAST: tl.constexpr, N: tl.constexpr, TOKENS: tl.constexpr
+):  # fmt: skip
+    """`rows`, where those before token 0 come from a state of N rows. (Its address may wait for `rejected`.)"""
+    past, joined = (), ()
+    for i in tl.static_range(PAST):
+        t = start + i - PAST
+        place = N - rejected + t
+        past = past + (tl.load(state_ptr + place * state_n, mask=inside & (t < 0) & (place >= 0), other=0.0),)
+    for i in tl.static_range(TOKENS + PAST):
+        joined = joined + (tl.where(start + i < PAST, past[i], rows[i]) if i < PAST else rows[i],)
+    return joined
 
 
 @triton.jit
@@ -58,17 +66,17 @@ def load_taps(tap_ptr, tap_j, scale, inside, K: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def roll_state(x_ptr, state_ptr, x_t, state_n, T, rejected, inside, N: tl.constexpr):
-    """The T <= N inputs of this call join the state, older rows move up; one thread has all rows of its channels."""
-    kept = ()
+def roll_state(
+    rows, state_ptr, state_n, rejected, inside, PAST: tl.constexpr, N: tl.constexpr, TOKENS: tl.constexpr
+):  # fmt: skip
+    """The inputs of a call of TOKENS tokens join the state, whose older rows move up: one thread has a channel's."""
+    OLDER: tl.constexpr = N - TOKENS - PAST  # rows that are not among `rows`
+    older = ()
+    for n in tl.static_range(OLDER):
+        place = n + TOKENS - rejected
+        older = older + (tl.load(state_ptr + place * state_n, mask=inside & (place >= 0), other=0.0),)
     for n in tl.static_range(N):
-        t = n + T - N  # of x; below 0 a row of the state stays
-        new = tl.load(x_ptr + t.to(tl.int64) * x_t, mask=inside & (t >= 0), other=0.0)
-        place = n + T - rejected
-        old = tl.load(state_ptr + place * state_n, mask=inside & (t < 0) & (place >= 0), other=0.0)
-        kept = kept + (tl.where(t < 0, old, new),)
-    for n in tl.static_range(N):
-        tl.store(state_ptr + n * state_n, kept[n], mask=inside)
+        tl.store(state_ptr + n * state_n, older[n] if n < OLDER else rows[n - OLDER], mask=inside)
 
 
 @triton.jit
@@ -154,9 +162,8 @@ def _convolve(
     if rejected_ptr is not None:
         rejected = tl.load(rejected_ptr + b).to(tl.int32)
     x = x_ptr + b * x_b + c
-    state = x
-    if N > 0:
-        state = state_ptr + b * state_b + c
+    rows = load_rows(x, x_t, start, first, T, inside, K - 1, TOKENS)
+    taps = load_taps(tap_ptr + c, tap_j, scale, inside, K)
     dynamic, positions = (), ()
     if DYNAMIC:
         dynamic_row = dynamic_ptr + b * dynamic_b + part * K
@@ -164,10 +171,11 @@ def _convolve(
         dynamic = load_dynamic(dynamic_row, dynamic_t, start, T, head, heads, K, TOKENS, HEADS, PACKED)
     if DOCUMENTS:
         positions = load_positions(position_ptr + b * T, start, T, TOKENS)
-    rows = load_rows(x, state, x_t, state_n, start, first, T, rejected, inside, K, N, TOKENS)
-    taps = load_taps(tap_ptr + c, tap_j, scale, inside, K)
+    if N > 0:
+        state = state_ptr + b * state_b + c
+        rows = load_state(rows, state, state_n, start, rejected, inside, K - 1, N, TOKENS)
     if ROLL:
-        roll_state(x, state, x_t, state_n, T, rejected, inside, N)
+        roll_state(rows, state, state_n, rejected, inside, K - 1, N, TOKENS)
     out_ptr += (b * T + start) * C + c
     for i in tl.static_range(TOKENS):
         y = convolve(rows, taps, dynamic, positions, scale, i, K, DYNAMIC, DOCUMENTS)
@@ -198,7 +206,7 @@ def _launch(
     """`x` may be read from token `first` <= 0 on; `taps` begin with the current token's."""
     (B, T, C), K = x.shape, len(taps)
     N = 0 if state is None else state.shape[1]
-    tokens = triton.next_power_of_2(T) if T <= _SHORT else _TOKENS
+    tokens = T if T <= _SHORT else _TOKENS
     if dynamic is None:
         width = min(512 if T > _SHORT else 128, triton.next_power_of_2(C))
         heads, terms = 1, K + 1
