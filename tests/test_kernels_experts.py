@@ -5,12 +5,15 @@ here instruction by instruction on integers, and the warps' products are formed 
 plain form of the kernel runs in the interpreter, and on a GPU both run.
 """
 
+from pathlib import Path
+
 import pytest
 import torch
 from helpers import relative_rms
 from kernel_contract import DEVICE, bound, dtypes, needs_device, placed, poisoned_outputs  # noqa: F401 (a fixture)
 
-from inkling_ref import InputError, moe
+import inkling_ref
+from inkling_ref import InputError, load, moe
 from inkling_ref.kernels import experts as kernel
 from inkling_ref.kernels import experts_hopper as hopper
 from inkling_ref.kernels import packing
@@ -161,6 +164,18 @@ def test_packing_refuses():
     matrix.scale[0, 3, 0] = packing.LARGEST_E8M0 + 1
     with pytest.raises(InputError, match=r"above 2\^15"):
         packing.pack(matrix)
+
+
+def test_a_loaded_layer_is_repacked_in_place():
+    model = load(Path(inkling_ref.__file__).parent / "data" / "nano", experts="packed")
+    experts = model.llm.layers[1].mlp.experts
+    before = {name: experts.matrix(name) for name in ("w13_weight", "w2_weight")}
+    packing.pack_layer(experts)
+    for name, matrix in before.items():
+        rows, columns = matrix.dense(0, torch.float32).shape
+        assert packing.is_packed(experts.matrix(name))
+        for one, other in zip(packing.unpack(experts.matrix(name), rows, columns), matrix, strict=True):
+            assert one is other or same_bits(one, other)
 
 
 def assert_decodes(form, matrix):

@@ -50,7 +50,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..errors import InputError
-from ..moe import ExpertMatrix
+from ..moe import ExpertMatrix, Experts
+from ..quantization import COMPANIONS
 
 ROWS, STEP = 64, 256  # a tile
 ZERO_SCALE = 160  # NVFP4's recoded zero
@@ -221,3 +222,10 @@ def unpack(matrix: ExpertMatrix, N: int, K: int) -> ExpertMatrix:
         scales[expert] = _unpack_scales(matrix.scale[expert], nvfp4)[:N, : K // group]
     scales = scales.view(torch.float8_e4m3fn) if nvfp4 else scales
     return ExpertMatrix(weight.view(dtype), scales, matrix.amax, matrix.denominator)
+
+
+def pack_layer(experts: Experts) -> None:
+    """Repack the quantised experts of one layer in place, one matrix at a time."""
+    for name in ("w13_weight", "w2_weight"):
+        for suffix, tensor in zip(("", *COMPANIONS), pack(experts.matrix(name)), strict=True):
+            setattr(experts, name + suffix, tensor)
