@@ -16,6 +16,8 @@ from inkling_ref.kernels import decode as decode_kernel
 pytestmark = needs_device
 
 
+SMALL = {"H": 2, "G": 1}  # the interpreter takes 50 ms a program
+
 # Below, at and above the tiles (16 and 64 rows; 64 and 128 keys), the window, the extent; sizes apart from powers of 2.
 ATTENTION = {
     "prefill": ({"T": 13}, {"offsets": [0, 0]}),
@@ -23,8 +25,8 @@ ATTENTION = {
     "prefill, one query": ({"T": 1}, {"offsets": [0, 0]}),
     "prefill, one head a group": ({"T": 35, "H": 3}, {"offsets": [0, 0]}),
     "sliding": ({"T": 41}, {"offsets": [0, 0], "window": 9}),
-    "sliding, window above T": ({"T": 7, "X": 19}, {"offsets": [0, 0], "window": 19}),
-    "sliding, window of one": ({"T": 5, "X": 1}, {"offsets": [0, 0], "window": 1}),
+    "sliding, window above T": ({"T": 7, "X": 19, **SMALL}, {"offsets": [0, 0], "window": 19}),
+    "sliding, window of one": ({"T": 5, "X": 1, **SMALL}, {"offsets": [0, 0], "window": 1}),
     "window above extent": ({"T": 40}, {"offsets": [0, 0], "window": 12}),
     "window below extent": ({"T": 40}, {"offsets": [0, 0], "window": 5}),
     "chunk": ({"T": 37, "S": 120}, {"offsets": [83, 83]}),
@@ -36,11 +38,11 @@ ATTENTION = {
     "decode, unequal rows": ({"T": 1, "S": 301}, {"offsets": [300, 4], "first_keys": [7, 0]}),
     "decode, sliding": ({"T": 1, "S": 30}, {"offsets": [29, 20], "first_keys": [0, 18], "window": 9}),
     "decode, no bias reaches the first splits": ({"T": 1, "S": 530, "X": 3}, {"offsets": [529, 529]}),
-    "verify 2": ({"T": 2, "S": 200}, {"offsets": [198, 198]}),
-    "verify 8": ({"T": 8, "S": 261, "X": 70}, {"offsets": [253, 253]}),
-    "verify 8, unequal rows": ({"T": 8, "S": 261}, {"offsets": [253, 0]}),
+    "verify 2": ({"T": 2, "S": 200, **SMALL}, {"offsets": [198, 198]}),
+    "verify 8": ({"T": 8, "S": 261, "X": 70, **SMALL}, {"offsets": [253, 253]}),
+    "verify 8, unequal rows": ({"T": 8, "S": 261, **SMALL}, {"offsets": [253, 0]}),
     "no key visible": ({"T": 3, "S": 20}, {"offsets": [17, 2], "first_keys": [0, 9]}),
-    "released head": ({"T": 5, "H": 6, "G": 1, "d": 128, "R": 16, "S": 100, "X": 64}, {"offsets": [95, 95]}),
+    "released head": ({"T": 5, "H": 3, "G": 1, "d": 128, "R": 16, "S": 100, "X": 64}, {"offsets": [95, 95]}),
 }
 
 
@@ -78,7 +80,6 @@ def cache(tensors, lengths, window, page=None):
     return given, arguments
 
 
-SMALL = {"H": 2, "G": 1}  # the interpreter takes 50 ms a program
 CACHE = {  # sizes, lengths, window, slots of a page
     "one row": ({"B": 1, "T": 1, "S": 301}, [300], None, None),
     "one slot used": ({"T": 1, "S": 70}, [0, 69], None, None),
@@ -115,8 +116,8 @@ def test_attend_cache_is_attend():
 
 
 TILES = {  # keys a step, programs, warps that own keys, weight of a near step
-    "2 programs a head": (16, 12, 1, 2), "some a head": (16, 17, 1, 3),
-    "more programs than steps": (16, 140, 1, 1), "2 ways": (32, 31, 2, 2), "4 ways": (64, 13, 4, 1),
+    "2 programs a head": (16, 8, 1, 2), "some a head": (16, 17, 1, 3),
+    "more programs than steps": (64, 41, 1, 1), "2 ways": (32, 31, 2, 2), "4 ways": (64, 13, 4, 1),
     "8 ways": (128, 29, 8, 3),
 }  # fmt: skip
 
@@ -125,7 +126,7 @@ TILES = {  # keys a step, programs, warps that own keys, weight of a near step
 @pytest.mark.parametrize(("keys", "programs", "ways", "weight"), TILES.values(), ids=TILES)
 def test_attend_split(keys, programs, ways, weight, window):
     tile = decode_kernel.Tile(keys, programs, ways, 1, 1, ways, weight)
-    tensors, lengths = operands(T=3, S=291, X=40), [288, 50]
+    tensors, lengths = operands(T=3, S=291, X=40, H=4, G=2), [288, 50]
     given = {name: placed(t, torch.float32) for name, t in tensors.items()}
     on_device = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
     actual = decode_kernel.attend_split(**given, lengths=on_device, window=window, tile=tile)

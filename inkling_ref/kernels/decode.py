@@ -51,15 +51,15 @@ class Tile(NamedTuple):
     near_stages: int  # of the loop over keys with a bias, whose step reads P^T as well
     warps: int
     near_weight: int  # what a step with a bias costs, in steps without
-    sum2: bool = False
-    trigger: bool = False
-    block: int = 32
 
 
 @triton.jit
 @no_type_check
 def _range(o, first, S, T: tl.constexpr, W: tl.constexpr, X: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr):
-    """Keys low..stop - 1 of a row whose query 0 stands in slot o; its steps start at `origin`, `far` have no bias."""
+    """Of a row whose query 0 stands in slot o: keys low..stop - 1; the first step's slot; steps without a bias; steps.
+
+    Steps cover the keys below o: the T keys of this call come extra.
+    """
     stop = tl.minimum(tl.maximum(o + T, 0), S)
     low = first
     if W > 0:
@@ -71,7 +71,7 @@ def _range(o, first, S, T: tl.constexpr, W: tl.constexpr, X: tl.constexpr, KEYS:
     far = low * 0
     if W == 0:  # the loop without a bias has no masks either
         far = tl.maximum(o - X + 1 - origin, 0) // KEYS
-    return low, stop, origin, far, (stop - origin + KEYS - 1) // KEYS
+    return low, stop, origin, far, (tl.maximum(tl.minimum(o, S) - origin, 0) + KEYS - 1) // KEYS
 
 
 @triton.jit
@@ -89,7 +89,10 @@ def _share(
     if first_ptr is not None:
         f = tl.load(first_ptr + b, mask=b < B, other=0)
     low, stop, _, far, steps = _range(o, f, S, T, W, X, KEYS, PAGE)
-    cost = tl.where((b < B) & (low < stop), far + (steps - far) * NEAR, 0)
+    cost = far + (steps - far) * NEAR
+    if W > 0:  # few steps: let this call's own keys be one more
+        cost += 1
+    cost = tl.where((b < B) & (low < stop), tl.maximum(cost, 1), 0)
     total = tl.sum(cost, 0) * G
     chunk = tl.maximum((total + PROGRAMS - 1) // PROGRAMS, 1)
     splits = (cost + chunk - 1) // chunk
@@ -101,17 +104,21 @@ def _share(
 
 @triton.jit
 @no_type_check
-def _step(s, v, top, total, acc, SUM2: tl.constexpr):
+def _wait():
+    """For the kernel in front to end; from here on the next one may start."""
+    tl.extra.cuda.gdc_wait()
+    tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+@no_type_check
+def _step(s, v, top, total, acc):
     LAST: tl.constexpr = len(s.shape) - 1
     new_top = tl.maximum(top, tl.max(s, LAST))
     p = tl.exp2(s - tl.expand_dims(new_top, LAST))
     shrink = tl.exp2(top - new_top)
     acc = tl.dot(p.to(v.dtype), v, acc * tl.expand_dims(shrink, LAST), input_precision="ieee")
-    if SUM2:
-        total = total * tl.expand_dims(shrink, LAST) + p
-    else:
-        total = total * shrink + tl.sum(p, LAST)
-    return new_top, total, acc
+    return new_top, total * shrink + tl.sum(p, LAST), acc
 
 
 @triton.jit
@@ -161,11 +168,10 @@ def _decode(
     X: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr, K_S: tl.constexpr, V_S: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, WAYS: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
     PROGRAMS: tl.constexpr, PADDED_B: tl.constexpr, NEAR: tl.constexpr, STAGES: tl.constexpr,
-    NEAR_STAGES: tl.constexpr, DEPENDENT: tl.constexpr, EARLY: tl.constexpr, SUM2: tl.constexpr,
+    NEAR_STAGES: tl.constexpr, DEPENDENT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     if DEPENDENT and not EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        _wait()
     os, firsts, chunk, splits, ends = _share(
         lengths_ptr, first_ptr, length, first, S, B, G, T, W, X, KEYS, PAGE, NEAR, PROGRAMS, PADDED_B
     )
@@ -214,11 +220,11 @@ def _decode(
         if WAYS > 1:
             top = tl.full([WAYS, ROWS], _LOWEST, tl.float32)
             acc = tl.zeros([WAYS, ROWS, WIDTH], tl.float32)
-            total = tl.zeros([WAYS, ROWS, KEYS // WAYS] if SUM2 else [WAYS, ROWS], tl.float32)
+            total = tl.zeros([WAYS, ROWS], tl.float32)
         else:
             top = tl.full([ROWS], _LOWEST, tl.float32)
             acc = tl.zeros([ROWS, WIDTH], tl.float32)
-            total = tl.zeros([ROWS, KEYS] if SUM2 else [ROWS], tl.float32)
+            total = tl.zeros([ROWS], tl.float32)
         to_base2 = scale * _LOG2E
 
         for step in tl.range(begin, middle, num_stages=STAGES):
@@ -233,52 +239,60 @@ def _decode(
             else:
                 k = tl.load(k_ptrs, mask=inside[None, :], other=0.0)
                 v = tl.load(v_ptrs, mask=inside[None, :], other=0.0)
-            if step == begin:  # keys and values of the first steps are on their way
+            if step == begin:  # the first steps' keys and values are on their way
                 if DEPENDENT and EARLY:
-                    tl.extra.cuda.gdc_wait()
-                    tl.extra.cuda.gdc_launch_dependents()
+                    _wait()
                 q = tl.load(q_ptrs, mask=q_mask, other=0.0)
             s = tl.dot(q, _turned(k), input_precision="ieee") * to_base2
-            top, total, acc = _step(s, v, top, total, acc, SUM2)
+            top, total, acc = _step(s, v, top, total, acc)
             if PAGE > 0:
                 index = (n0 + KEYS) // PAGE
                 page = tl.load(table_ptr + index, mask=index < pages, other=0)
 
-        if DEPENDENT and EARLY:  # this call's keys are among these
-            tl.extra.cuda.gdc_wait()
-            tl.extra.cuda.gdc_launch_dependents()
         slot = o + t
-        for step in tl.range(middle, end, num_stages=NEAR_STAGES):
-            n0 = origin + step * KEYS
-            slot0 = n0
-            if PAGE > 0:
-                slot0 = n0 % PAGE
-            n = n0 + keys
-            live = (n >= low) & (n < stop)
-            both = tl.expand_dims(live, LAST) & inside[None, :]
-            k_ptrs = k_base + (page.to(tl.int64) * k_p + slot0.to(tl.int64) * K_S) + k_local
-            v_ptrs = v_base + (page.to(tl.int64) * v_p + slot0.to(tl.int64) * V_S) + v_local
-            # Within P^T exactly where a bias exists.
-            index = tl.expand_dims((o - n) * R, LAST) + j[None, :]
-            k = tl.load(k_ptrs, mask=both, other=0.0)
-            profile = tl.load(flat_ptr + index, mask=(index >= 0) & (index < X * R), other=0.0)
-            v = tl.load(v_ptrs, mask=both, other=0.0)
-            if step == middle:
-                q = tl.load(q_ptrs, mask=q_mask, other=0.0)
-                r = tl.load(r_ptrs, mask=r_mask, other=0.0)
-            bias = tl.dot(r, _turned(profile), input_precision="ieee")
-            s = tl.dot(q, _turned(k), bias * (1 / scale), input_precision="ieee") * to_base2
-            n = tl.expand_dims(n, LAST - 1)
-            sees = tl.expand_dims(live, LAST - 1) & (n <= slot[:, None])
-            if W > 0:
-                sees = sees & (slot[:, None] - n < W)
-            top, total, acc = _step(tl.where(sees, s, float("-inf")), v, top, total, acc, SUM2)
-            if PAGE > 0:
-                index = (n0 + KEYS) // PAGE
-                page = tl.load(table_ptr + index, mask=index < pages, other=0)
+        for new in tl.static_range(2):  # keys with a bias: the older ones; then this call's, which the last split takes
+            if new == 0:
+                lowest, highest = low, tl.minimum(o, stop)
+                start = middle
+            else:
+                if DEPENDENT and EARLY:
+                    _wait()
+                lowest, highest = tl.maximum(o, low), stop
+                start = (lowest - origin) // KEYS
+                end = tl.where(split == count - 1, (stop - origin + KEYS - 1) // KEYS, start)
+                if PAGE > 0:
+                    index = (origin + start * KEYS) // PAGE
+                    page = tl.load(table_ptr + index, mask=index < pages, other=0)
+            for step in tl.range(start, end, num_stages=NEAR_STAGES if new == 0 else 1):
+                n0 = origin + step * KEYS
+                slot0 = n0
+                if PAGE > 0:
+                    slot0 = n0 % PAGE
+                n = n0 + keys
+                live = (n >= lowest) & (n < highest)
+                both = tl.expand_dims(live, LAST) & inside[None, :]
+                k_ptrs = k_base + (page.to(tl.int64) * k_p + slot0.to(tl.int64) * K_S) + k_local
+                v_ptrs = v_base + (page.to(tl.int64) * v_p + slot0.to(tl.int64) * V_S) + v_local
+                index = tl.expand_dims((o - n) * R, LAST) + j[None, :]  # within P^T exactly where a bias exists
+                k = tl.load(k_ptrs, mask=both, other=0.0)
+                profile = tl.load(flat_ptr + index, mask=(index >= 0) & (index < X * R), other=0.0)
+                v = tl.load(v_ptrs, mask=both, other=0.0)
+                if step == start:
+                    if DEPENDENT and EARLY:
+                        _wait()
+                    q = tl.load(q_ptrs, mask=q_mask, other=0.0)
+                    r = tl.load(r_ptrs, mask=r_mask, other=0.0)
+                bias = tl.dot(r, _turned(profile), input_precision="ieee")
+                s = tl.dot(q, _turned(k), bias * (1 / scale), input_precision="ieee") * to_base2
+                n = tl.expand_dims(n, LAST - 1)
+                sees = tl.expand_dims(live, LAST - 1) & (n <= slot[:, None])
+                if W > 0:
+                    sees = sees & (slot[:, None] - n < W)
+                top, total, acc = _step(tl.where(sees, s, float("-inf")), v, top, total, acc)
+                if PAGE > 0:
+                    index = (n0 + KEYS) // PAGE
+                    page = tl.load(table_ptr + index, mask=index < pages, other=0)
 
-        if SUM2:
-            total = tl.sum(total, LAST)
         if WAYS > 1:
             high = tl.max(top, 0)
             weight = tl.exp2(top - high[None, :])
@@ -296,9 +310,9 @@ def _combine(
     part_ptr, log_ptr, sink_ptr, gate_ptr, out_ptr, lengths_ptr, first_ptr, length, first, S, z_b, z_t, gate_b, gate_t,
     B: tl.constexpr, T: tl.constexpr, G: tl.constexpr, Q: tl.constexpr, d: tl.constexpr, X: tl.constexpr,
     W: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, PROGRAMS: tl.constexpr, PADDED_B: tl.constexpr,
-    NEAR: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr, TRIGGER: tl.constexpr,
+    NEAR: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    if DEPENDENT and TRIGGER:
+    if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
     _, _, _, splits, ends = _share(
         lengths_ptr, first_ptr, length, first, S, B, G, T, W, X, KEYS, PAGE, NEAR, PROGRAMS, PADDED_B
@@ -315,8 +329,6 @@ def _combine(
     gate = tl.load(gate_ptr + b.to(tl.int64) * gate_b + t * gate_t + h * d + channels, mask=inside, other=0.0)
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
-        if not TRIGGER:
-            tl.extra.cuda.gdc_launch_dependents()
     top = tl.full([1], _LOWEST, tl.float32)
     total = tl.full([1], 0.0, tl.float32)
     acc = tl.full([BLOCK], 0.0, tl.float32)
@@ -343,15 +355,20 @@ def transposed(profiles: Float[Tensor, "R X"]) -> Float[Tensor, "X R"]:
     return profiles.t().contiguous()
 
 
-def choose_tile(rows: int, heads: int, processors: int, element_size: int) -> Tile:
-    """The tile for `rows` = T H / G query rows of `heads` = B G key/value heads."""
+def choose_tile(rows: int, heads: int, sliding: bool, processors: int, element_size: int) -> Tile:
+    """The tile for `rows` = T H / G query rows of `heads` = B G key/value heads.
+
+    One large program a processor reads a long cache faster than several small ones; of a window every program takes
+    one small step. Heads take at least three programs each, so that their lengths may differ.
+    """
+    shape = Tile(64, processors, 4, 5, 3, 4, 2)
     if element_size == 4:  # no matrix unit multiplies float32 exactly: the products unroll, and must be small
-        shape = Tile(16, 0, 1, 2, 2, 4, 2)
-    elif rows <= 16:
-        shape = Tile(64, 0, 4, 5, 3, 4, 2)
-    else:
-        shape = Tile(64, 0, 1, 5, 3, 4, 3)
-    return shape._replace(programs=processors * triton.cdiv(3 * heads, processors))
+        shape = Tile(16, processors, 1, 2, 2, 4, 2)
+    elif sliding:
+        shape = Tile(32, 3 * processors, 1, 2, 3, 4, 1)
+    elif rows > 16:
+        shape = Tile(64, processors, 1, 4, 3, 4, 3)
+    return shape._replace(programs=shape.programs * triton.cdiv(3 * heads, shape.programs))
 
 
 def fits(q: Float[Tensor, "B T H d"], k: Float[Tensor, "B G S d"]) -> bool:
@@ -389,7 +406,7 @@ def attend_split(
     if table is not None:
         page, pages, S = S, table.shape[1], S * table.shape[1]
     if tile is None:
-        tile = choose_tile(T * Q, B * G, processors(q.device), q.element_size())
+        tile = choose_tile(T * Q, B * G, window is not None, processors(q.device), q.element_size())
     programs = tile.programs
     out = torch.empty(B, T, H * d, dtype=q.dtype, device=q.device)
     part = torch.empty(programs, T * Q, d, dtype=torch.float32, device=q.device)
@@ -406,13 +423,13 @@ def attend_split(
         1 / math.sqrt(d), *q.stride()[:3], *k.stride()[:2], *v.stride()[:2], *r.stride()[:3],
         R=R, K_S=k.stride(2), V_S=v.stride(2), ROWS=max(16, triton.next_power_of_2(T * Q)), WAYS=tile.ways,
         WIDTH=max(16, triton.next_power_of_2(d)), DEPTH=max(16, triton.next_power_of_2(T * R)),
-        STAGES=tile.stages, NEAR_STAGES=tile.near_stages, EARLY=early, SUM2=tile.sum2, num_warps=tile.warps, **common,
+        STAGES=tile.stages, NEAR_STAGES=tile.near_stages, EARLY=early, num_warps=tile.warps, **common,
     )  # fmt: skip
     splits = triton.next_power_of_2(triton.cdiv(programs, B * G))
-    block = min(tile.block, triton.next_power_of_2(d))
+    block = min(32, triton.next_power_of_2(d))
     _combine[(B * T * H, triton.cdiv(d, block))](
         part, log, sink, gate, out, lengths, first, length, first_key, S, *sink.stride()[:2], *gate.stride()[:2],
-        SPLITS=min(256, splits), BLOCK=block, TRIGGER=tile.trigger, num_warps=4, **common,
+        SPLITS=min(256, splits), BLOCK=block, num_warps=4, **common,
     )  # fmt: skip
     return out
 

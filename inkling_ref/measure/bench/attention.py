@@ -22,15 +22,11 @@ def without_bias(q, k, v, r, profiles, sink, gate, offsets, window=None) -> Tens
     return F.scaled_dot_product_attention(q.transpose(1, 2), k, v, is_causal=causal, enable_gqa=True)
 
 
-def paged(keys: Tensor, values: Tensor, page: int) -> tuple[Tensor, Tensor, Tensor]:
-    """A cache [B, G, S, d] as pages [P, G, page, d] in random order, and their table."""
-    B, G, S, d = keys.shape
-    table = torch.randperm(B * S // page, device=keys.device).view(B, -1)
-    pages = []
-    for x in (keys, values):
-        pages.append(torch.empty(table.numel(), G, page, d, dtype=x.dtype, device=x.device))
-        pages[-1][table] = x.unflatten(2, (-1, page)).transpose(1, 2)
-    return *pages, table.to(torch.int32)
+def paged(x: Tensor, table: Tensor) -> Tensor:
+    """Keys or values [B, G, S, d] as pages [P, G, S / pages, d] that stand where the table [B, pages] says."""
+    out = torch.empty(table.numel(), x.shape[1], x.shape[2] // table.shape[1], x.shape[3], dtype=x.dtype, device="cuda")
+    out[table] = x.unflatten(2, (table.shape[1], -1)).transpose(1, 2)
+    return out
 
 
 def bench_decode(bench: Bench) -> None:
@@ -51,10 +47,11 @@ def bench_decode(bench: Bench) -> None:
         offset_sets = [(*s[:7], [S - T], window) for s in sets]
         bench.arm(case, "triton attend", attend, offset_sets, exact, nbytes)
         if S == 100352 and T in (1, 8):
-            pages = [(q, *paged(k, v, 128), *rest) for q, k, v, *rest in sets]
-            page_sets = [(q, k, v, *rest, table) for q, k, v, table, *rest in pages]
+            table = torch.randperm(S // 128, device="cuda")[None]  # one for all sets, as for all layers
+            int_table = table.to(torch.int32)
+            page_sets = [(q, paged(k, table), paged(v, table), *rest, int_table) for q, k, v, *rest in sets]
             bench.arm(case, "triton, pages of 128", attend_cache, page_sets, exact, nbytes)
-            del pages, page_sets
+            del page_sets
         if T == 1:
             bench.arm(case, "SDPA without bias", without_bias, offset_sets, None, nbytes)
             if S == W:
