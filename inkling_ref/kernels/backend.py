@@ -1,18 +1,25 @@
 """The kernels as one backend of the model."""
 
+from dataclasses import fields
+
 import torch
 
 from ..backends import Backend
+from ..decode_step import StepBackend
 from ..errors import InputError
 from . import INTERPRETED
 from .attention import attend
+from .decode import attend_cache
+from .experts import experts
+from .head import sample_head
 from .moe import route
-from .residual import mix_and_norm
+from .qkv import prepare_qkv
+from .residual import join_and_mix, mix_and_norm
 from .short_conv import dynamic_short_conv, short_conv
 
 
 def triton_backend() -> Backend:
-    """All operations on Triton but the experts' matrix products, which stay the reference (as its report says).
+    """All operations on Triton.
 
     Raises:
         InputError: without a GPU, unless Triton interprets.
@@ -25,4 +32,16 @@ def triton_backend() -> Backend:
         dynamic_short_conv=dynamic_short_conv,
         attend=attend,
         route=route,
+        experts=experts,
     )
+
+
+def triton_step_backend() -> StepBackend:
+    """The operations of a decoding step with fixed addresses, all on Triton.
+
+    Raises:
+        InputError: as `triton_backend`.
+    """
+    ops = {field.name: getattr(triton_backend(), field.name) for field in fields(Backend)}
+    fused = {"prepare_qkv": prepare_qkv, "attend_cache": attend_cache, "join_and_mix": join_and_mix}
+    return StepBackend(**ops, **fused, sample_head=sample_head)
