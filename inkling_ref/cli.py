@@ -525,6 +525,10 @@ def run(
         raise InputError("run: expected either --checkpoint or --synthetic")
     if sum(given is not None for given in (prompt, tokens, context)) != 1:
         raise InputError("run: expected one of --prompt, --tokens and --context")
+    if batch > 1 and context is None:
+        raise InputError("run: --batch is for --context, expected --tokens once a row")
+    if image and prompt is None:
+        raise InputError("run: --image needs a question, expected --prompt")
     if draft and checkpoint is None:
         raise InputError("run: --draft needs a drafter, expected --checkpoint with one")
     _check_file(out, "report")

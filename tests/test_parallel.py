@@ -26,6 +26,7 @@ from inkling_ref import checkpoint
 from inkling_ref.chat import Tokenizer
 from inkling_ref.cli import NANO, main
 from inkling_ref.config import InklingConfig
+from inkling_ref.parallel import run
 from inkling_ref.parallel.plan import Plan
 from inkling_ref.parallel.run import ALONE, TOGETHER
 
@@ -207,6 +208,8 @@ def test_one_rank_of_many_alone_says_so(plan, tmp_path, capsys, monkeypatch):
         (["--tp", 2, "--context", 5, "--only-rank", 2], "rank 2, expected 0 <= rank < 2"),
         (["--prompt", "x"], "--prompt needs a tokenizer"),
         (["--context", 5, "--tokens", "1"], "expected one of --prompt, --tokens and --context"),
+        (["--tokens", "1,2", "--batch", 2], "--batch is for --context"),
+        (["--tokens", "1,2", "--image", "x.png"], "--image needs a question, expected --prompt"),
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
 )
@@ -219,14 +222,17 @@ def test_what_cannot_run_is_said_in_one_line(arguments, message, tmp_path, capsy
     assert list(tmp_path.iterdir()) == []
 
 
-def test_of_a_fault_that_all_ranks_find_only_rank_0_speaks(tmp_path, capsys, monkeypatch):
-    line = ["run", "--synthetic", "nano", "--tp", "4", "--context", "5", "--out", str(tmp_path / "report.json")]
-    for rank, lines in ((0, 1), (3, 0)):
-        monkeypatch.setenv("RANK", str(rank))
-        monkeypatch.setenv("WORLD_SIZE", "4")
-        try:
-            status = main(line)
-        except SystemExit as ended:
-            status = ended.code
-        assert status == 2
-        assert len(capsys.readouterr().err.splitlines()) == lines
+def test_of_a_fault_that_all_ranks_find_only_rank_0_speaks(tmp_path):
+    done = command("--synthetic", "nano", "--tp", 4, "--context", 5, "--out", tmp_path / "report.json", ranks=4)
+    assert done.returncode != 0
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert line == "error: tp is 4, expected a divisor of swa_num_attention_heads 6"
+
+
+def test_a_fault_that_one_rank_finds_is_said_too(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(run, "GRACE", 0)
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    line = ["run", "--checkpoint", "nowhere", "--tp", "4", "--context", "5", "--out", str(tmp_path / "report.json")]
+    assert main(line) == 2
+    assert "error: rank 3: nowhere/config.json: not found" in capsys.readouterr().err

@@ -192,7 +192,7 @@ def test_rows_that_tokens_send_to_experts_on_paper(plan):
     expected = estimate(SMALL, plan, 8192, 8192)
     plain = estimate(SMALL, replace(plan, exchange="all_reduce", dp=1), 8192, 8192)
     tokens = 8192 // plan.tp
-    own = 48 * tokens * 5.28 * 7 / 8 * (2 * 4608 * 2 + 2 * 8 * 4)
+    own = 48 * tokens * 5.28 * 7 / 8 * (2 * 4608 * 2 + 2 * 8 * 4)  # there and back, and the routes
     assert expected.sent - plain.sent == pytest.approx(own, rel=2e-3)
 
 

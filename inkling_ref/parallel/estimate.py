@@ -177,8 +177,7 @@ def _collectives(config: InklingConfig, plan: Plan, N: int, is_cut: bool, link: 
         if sends:
             add(L, part * S / tp, tp, of_tp)
         else:
-            add(L, part * S, tp, of_tp)  # experts: gather
-            add(L, part * routes, tp, of_tp)
+            add(L, part * (S + routes), tp, of_tp)  # experts: gather
             add(L, part * S, tp, of_tp)  # and reduce_scatter
         add(1, part * S, tp, of_tp)  # hidden states
     else:
@@ -189,12 +188,10 @@ def _collectives(config: InklingConfig, plan: Plan, N: int, is_cut: bool, link: 
         hit = 1 - comb(text.n_routed_experts * (plan.n_ep - 1) // plan.n_ep, k) / comb(text.n_routed_experts, k)
         rows = N / tp * hit * (n - 1)  # of a token to each other rank that owns one of its experts
         add(L, 8 * (n - 1), n, of_world)  # counts
-        add(L, rows * D * STREAM, n, of_world)
-        add(L, rows * 2 * k * ROUTE, n, of_world)
+        add(L, rows * (D * STREAM + 2 * k * ROUTE), n, of_world)
         add(L, rows * D * STREAM, n, of_world)
     else:
-        add(L, (dp - 1) * S, dp, of_dp)
-        add(L, (dp - 1) * routes, dp, of_dp)
+        add(L, (dp - 1) * (S + routes), dp, of_dp)
         add(L, (dp - 1) * S, dp, of_dp)
     return total
 

@@ -26,7 +26,7 @@ from .plan import Plan
 
 _KEY, _SEEN = "failed", "failure seen"
 _PERIOD = 0.3  # seconds between two looks at the store
-_ENDING = threading.Lock()
+_ENDING = threading.Lock()  # the watching thread and the failing one may both want to end: the first does
 
 
 def rank_and_size() -> tuple[int, int]:
@@ -79,27 +79,31 @@ class _Watch(threading.Thread):
             if self.stopped.is_set():
                 return
             if failed is None:
+                _ENDING.acquire()
                 _end("the store is gone: the rank that holds it has ended", 1)
             if failed:
+                _ENDING.acquire()
                 self._follow()
 
     def _follow(self) -> None:
         message = self.store.get(_KEY).decode()
         self.store.add(_SEEN, 1)
-        if self.rank == 0:
-            self._outlast(self.size - 1)
+        self._outlast()
         _end(message, 1)
 
-    def _outlast(self, others: int) -> None:
-        """The store may live in this process: let the others read the message, but do not wait for dead ones."""
+    def _outlast(self) -> None:
+        """The store may live in rank 0: it lets the others read the message, but does not wait long for dead ones."""
+        if self.rank > 0:
+            return
         end = time.monotonic() + 20 * _PERIOD
         with suppress(RuntimeError):
-            while time.monotonic() < end and self.store.add(_SEEN, 0) < others:
+            while time.monotonic() < end and self.store.add(_SEEN, 0) < self.size - 1:
                 time.sleep(_PERIOD / 3)
 
     def report(self, error: BaseException) -> None:
         """End this process, and by the store all others."""
         self.stopped.set()
+        _ENDING.acquire()
         if isinstance(error, CollectiveError):  # a consequence, most likely: let the cause speak first
             with suppress(RuntimeError):
                 self.store.wait([_KEY], timedelta(seconds=10 * _PERIOD))
@@ -112,13 +116,12 @@ class _Watch(threading.Thread):
             first = self.store.compare_set(_KEY, "", message).decode() == message
             if not first:
                 self._follow()
-        self._outlast(self.size - 1)
+        self._outlast()
         _end(message, 2 if isinstance(error, InputError) else 1)
 
 
 def _end(message: str, status: int) -> None:
     """At once: a thread that waits in a collective cannot be interrupted otherwise."""
-    _ENDING.acquire()  # the watching thread and the failing one may both come here: one line is enough
     print(f"error: {message}", file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(status)

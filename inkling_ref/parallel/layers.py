@@ -23,8 +23,10 @@ of its experts (dispatch), and adds up the partial sums that come back (combine)
 zeros elsewhere, are a partial sum as well: the convolution adds the ranks up as before.
 """
 
+from typing import NamedTuple
+
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped, UInt8
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -83,7 +85,7 @@ class Pass:
         """Those of `chunk` that are none."""
         return min(max(self.T - self.chunk * self.tp.rank, 0), self.chunk)
 
-    def all_tokens(self, x: Float[Tensor, "B t C"]) -> Float[Tensor, "B T C"]:
+    def all_tokens(self, x: Shaped[Tensor, "B t C"]) -> Shaped[Tensor, "B T C"]:
         return x if self.T is None else self.tp.gather(x, 1)[:, : self.T]
 
     def to_tokens(self, x: Float[Tensor, "B T c"]) -> Float[Tensor, "B t D"]:
@@ -114,6 +116,25 @@ class ShardedConv(ShortConv):
         x = current.to_channels(x) if cut and self.takes_own_tokens else current.tp.reduce_scatter(x, -1)
         y = super().forward(x, step, state)
         return current.to_tokens(y) if cut else current.tp.gather(y, -1)
+
+
+class _Message(NamedTuple):
+    """Tokens with their routes as bytes: one collective carries both."""
+
+    data: UInt8[Tensor, "N bytes"]
+    sizes: list[int]
+    dtypes: list[torch.dtype]
+
+    @classmethod
+    def pack(cls, h: Float[Tensor, "*shape D"], weights: Float[Tensor, "N k"], ids: Int[Tensor, "N k"]) -> "_Message":
+        parts = [h.reshape(len(ids), h.shape[-1]), weights, ids.to(torch.int32)]
+        data = [part.contiguous().view(torch.uint8) for part in parts]
+        return cls(torch.cat(data, dim=1), [d.shape[1] for d in data], [part.dtype for part in parts])
+
+    def unpack(self, data: UInt8[Tensor, "M bytes"]) -> tuple[Tensor, Tensor, Tensor]:
+        parts = data.split(self.sizes, dim=1)
+        h, weights, ids = (part.contiguous().view(dtype) for part, dtype in zip(parts, self.dtypes, strict=True))
+        return h, weights, ids.long()
 
 
 class ShardedMoE(nn.Module):
@@ -152,23 +173,20 @@ class ShardedMoE(nn.Module):
         return self._by_sending(h) if self.sends else self._by_summing(h)
 
     def _by_summing(self, h: Float[Tensor, "B t D"]) -> Float[Tensor, "B T D"]:
-        current, k = self.current, self.gate.k
-        weights, ids = self.gate(h.flatten(0, 1))
-        # Two numbers a choice travel as one tensor; ids are exact in any float this wide.
-        routes = torch.cat([weights, ids.to(weights.dtype)], dim=1).unflatten(0, h.shape[:2])
-        h, routes = current.all_tokens(h), current.all_tokens(routes)
-        B, T, D = h.shape
-        h, routes = h.flatten(0, 1), routes.flatten(0, 1)
+        current = self.current
+        message = _Message.pack(h, *self.gate(h.flatten(0, 1)))
+        whole = current.all_tokens(message.data.unflatten(0, h.shape[:2]))
+        (B, T), data = whole.shape[:2], whole.flatten(0, 1)
         counts, dp = [max(n, 0) for n in current.counts], current.dp
         if dp.size > 1:
             longest = max(counts)
             real = torch.cat([torch.arange(n, device=h.device) + i * longest for i, n in enumerate(counts)])
-            h, routes = (dp.gather(F.pad(x, (0, 0, 0, longest - len(x))), 0)[real] for x in (h, routes))
-        partial = self.owned(h, routes[:, :k], routes[:, k:].long())
+            data = dp.gather(F.pad(data, (0, 0, 0, longest - len(data))), 0)[real]
+        partial = self.owned(*message.unpack(data))
         if dp.size > 1:
-            padded = partial.new_zeros(dp.size * longest, D).index_copy(0, real, partial)
+            padded = partial.new_zeros(dp.size * longest, h.shape[-1]).index_copy(0, real, partial)
             partial = dp.reduce_scatter(padded, 0)[: B * T]
-        return partial.view(B, T, D)
+        return partial.view(B, T, h.shape[-1])
 
     def _by_sending(self, h: Float[Tensor, "B t D"]) -> Float[Tensor, "B t D"]:
         current = self.current
@@ -184,17 +202,15 @@ class ShardedMoE(nn.Module):
 
     def dispatch_and_combine(self, h: Float[Tensor, "N D"]) -> Float[Tensor, "N D"]:
         """The complete weighted sums of tokens that this rank alone has."""
-        k, world = self.gate.k, self.world
+        world = self.world
         weights, ids = self.gate(h)
         goes_to = self.destinations(ids)
         token = goes_to.T.nonzero()[:, 1]  # by destination, each token once
         sent = goes_to.sum(dim=0)
         received = world.swap(sent[:, None])[:, 0].tolist()
         sent = sent.tolist()
-        rows = world.exchange(h[token], sent, received)
-        routes = torch.cat([weights, ids.to(weights.dtype)], dim=1)
-        routes = world.exchange(routes[token], sent, received)
-        partial = self.owned(rows, routes[:, :k], routes[:, k:].long())
+        message = _Message.pack(h, weights, ids)
+        partial = self.owned(*message.unpack(world.exchange(message.data[token], sent, received)))
         back = world.exchange(partial, received, sent)
         out = torch.zeros(h.shape, dtype=weights.dtype, device=h.device).index_add_(0, token, back.to(weights.dtype))
         return rounded(out, h.dtype)

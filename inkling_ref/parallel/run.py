@@ -35,6 +35,7 @@ from .plan import Plan, split
 from .synthetic import synthetic
 
 ALONE = "one rank's compute; collectives modelled, not run"
+GRACE = 3  # seconds
 _RSS_UNIT = 1 if sys.platform == "darwin" else 1024
 TOGETHER = "all ranks run; seconds in collectives include waiting for other ranks"
 
@@ -70,7 +71,7 @@ def main(
         trace: record when every module and collective began and how long it took; the device is waited for at each.
 
     Raises:
-        InputError: what can be known before the processes meet; on ranks other than 0 the process ends silently.
+        InputError: what can be known before the processes meet; ranks other than 0 wait a moment with it.
     """
     rank, size = rank_and_size()
     try:
@@ -96,9 +97,10 @@ def main(
             generator = torch.Generator().manual_seed(0)
             below = min(config.text.unpadded_vocab_size, config.image_token_id if config.vision else 2**31)
             tokens = torch.randint(below, random_tokens, generator=generator).tolist()
-    except InputError:
-        if rank > 0:  # every rank finds the same; rank 0 says it
-            sys.exit(2)
+    except InputError as error:
+        if rank > 0:  # most faults all ranks find: rank 0 says so, and torchrun ends the others before they can
+            time.sleep(GRACE)
+            raise InputError(f"rank {rank}: {error}") from None
         raise
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
