@@ -83,7 +83,7 @@ def _convolved(
     x_t, tap_j, dynamic_t, state_n, cache_p, cache_g, cache_s, scale, limit,
     G: tl.constexpr, d: tl.constexpr, K: tl.constexpr, N: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
     WIDTH: tl.constexpr, VALUE: tl.constexpr, DYNAMIC: tl.constexpr, PACKED: tl.constexpr, DOCUMENTS: tl.constexpr,
-    ROLL: tl.constexpr, PAGE: tl.constexpr,
+    WHOLE: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     """A run of tokens of some heads of one batch row: convolution, clip or RMS, cache, and the state's next inputs."""
     head = tl.arange(0, HEADS)[:, None]
@@ -94,7 +94,8 @@ def _convolved(
         inside = inside & (g < G)
     if d != WIDTH:
         inside = inside & (e < d)
-    rows = load_rows(x_ptr + c, x_t, start, 0, T, inside, K - 1, TOKENS)
+    x = x_ptr + c
+    rows = load_rows(x, x_t, start, 0, T, inside, K - 1, TOKENS)
     taps = load_taps(tap_ptr + c, tap_j, scale, inside, K)
     dynamic, positions, slots = (), (), ()
     if DYNAMIC:
@@ -104,7 +105,8 @@ def _convolved(
     if DOCUMENTS:
         positions = load_positions(document_ptr, start, T, TOKENS)
     if N > 0:
-        rows = load_state(rows, state_ptr + c, state_n, start, rejected, inside, K - 1, N, TOKENS)
+        state = state_ptr + c
+        rows = load_state(rows, state, state_n, start, rejected, inside, K - 1, N, TOKENS)
     for i in tl.static_range(TOKENS):
         slot = slot0 + start + i
         if PAGE > 0:
@@ -112,8 +114,6 @@ def _convolved(
             slots = slots + (page * cache_p + slot % PAGE * cache_s,)
         else:
             slots = slots + (slot.to(tl.int64) * cache_s,)
-    if ROLL:  # this run is the whole call
-        roll_state(rows, state_ptr + c, state_n, rejected, inside, K - 1, N, TOKENS)
     cache_ptr += g.to(tl.int64) * cache_g + e
     for i in tl.static_range(TOKENS):
         y = convolve(rows, taps, dynamic, positions, scale, i, K, DYNAMIC, DOCUMENTS)
@@ -125,6 +125,8 @@ def _convolved(
         y = (y * factor[:, None]).to(cache_ptr.dtype.element_ty)
         used = (start + i < T) & (slot0 + start + i >= 0)  # a row that is not in use has slots below 0
         tl.store(cache_ptr + slots[i], y, mask=inside & used)
+    if N > 0:
+        roll_state(rows, x, x_t, state, state_n, start, T, rejected, inside, K - 1, N, TOKENS, WHOLE)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -139,7 +141,7 @@ def _prepare(
     H: tl.constexpr, G: tl.constexpr, d: tl.constexpr, R: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
     TOKENS: tl.constexpr, HEADS: tl.constexpr, Q_HEADS: tl.constexpr, R_HEADS: tl.constexpr, WIDTH: tl.constexpr,
     R_WIDTH: tl.constexpr, LOG: tl.constexpr, DYNAMIC: tl.constexpr, PACKED: tl.constexpr, DOCUMENTS: tl.constexpr,
-    ROLL: tl.constexpr, LENGTHS: tl.constexpr, REJECTED: tl.constexpr, PAGE: tl.constexpr, DEPENDENT: tl.constexpr,
+    WHOLE: tl.constexpr, LENGTHS: tl.constexpr, REJECTED: tl.constexpr, PAGE: tl.constexpr, DEPENDENT: tl.constexpr,
     CLIPS: tl.constexpr, CONVOLVES: tl.constexpr,
 ):  # fmt: skip
     if DEPENDENT:  # the next kernel may start, and wait here as this one does for the kernel in front of it
@@ -178,14 +180,14 @@ def _prepare(
                 k_ptr + b * k_b, k_tap_ptr, k_dynamic_ptr + b * k_dynamic_b, state_ptr + b * state_b,
                 document_ptr + b * document_b, key_base, table_ptr + b * table_b, part, start, T, slot0, rejected,
                 k_t, tap_j, k_dynamic_t, state_n, key_b, key_g, key_s, conv_scale, qk_threshold,
-                G, d, K, N, TOKENS, HEADS, WIDTH, False, DYNAMIC, PACKED, DOCUMENTS, ROLL, PAGE,
+                G, d, K, N, TOKENS, HEADS, WIDTH, False, DYNAMIC, PACKED, DOCUMENTS, WHOLE, PAGE,
             )  # fmt: skip
         elif part < 2 * PARTS:
             _convolved(
                 v_ptr + b * v_b, v_tap_ptr, v_dynamic_ptr + b * v_dynamic_b, state_ptr + b * state_b + G * d,
                 document_ptr + b * document_b, value_base, table_ptr + b * table_b, part - PARTS, start, T, slot0,
                 rejected, v_t, tap_j, v_dynamic_t, state_n, value_b, value_g, value_s, conv_scale, eps,
-                G, d, K, N, TOKENS, HEADS, WIDTH, True, DYNAMIC, PACKED, DOCUMENTS, ROLL, PAGE,
+                G, d, K, N, TOKENS, HEADS, WIDTH, True, DYNAMIC, PACKED, DOCUMENTS, WHOLE, PAGE,
             )  # fmt: skip
 
 
@@ -243,8 +245,7 @@ def prepare_qkv(
         K = k_taps.shape[2]
         k_taps, v_taps = (prepared(w, token_major) for w in (k_taps, v_taps))
         k_dynamic = v_dynamic = q  # not read
-    roll = state is not None and tile.tokens == T
-    if state is not None and not roll and N > T:
+    if N > T > tile.tokens:
         raise InputError(f"prepare_qkv: a state of {N} rows, expected at most {max(T, 16)}")
     width, r_width = triton.next_power_of_2(d), triton.next_power_of_2(R)
     q_out = torch.empty(B, T, H, d, dtype=q.dtype, device=q.device)
@@ -271,10 +272,7 @@ def prepare_qkv(
             H=H, G=G, d=d, R=R, K=K, N=N, TOKENS=tile.tokens, HEADS=tile.heads, Q_HEADS=tile.q_heads,
             R_HEADS=tile.r_heads, WIDTH=width, R_WIDTH=r_width, LOG=log_scaling is not None, DYNAMIC=dynamic,
             PACKED=dynamic and packed(k_dynamic) and packed(v_dynamic), DOCUMENTS=document_position is not None,
-            ROLL=roll, LENGTHS=lengths is not None, REJECTED=rejected is not None, PAGE=page, DEPENDENT=not INTERPRETED,
-            CLIPS=clips, CONVOLVES=convolves, num_warps=tile.warps, **early,
+            WHOLE=tile.tokens == T, LENGTHS=lengths is not None, REJECTED=rejected is not None, PAGE=page,
+            DEPENDENT=not INTERPRETED, CLIPS=clips, CONVOLVES=convolves, num_warps=tile.warps, **early,
         )  # fmt: skip
-    if N and not roll:  # runs of tokens that still read the state may not write it
-        state[..., : G * d].copy_(k[:, T - N :])
-        state[..., G * d :].copy_(v[:, T - N :])
     return q_out, r_out

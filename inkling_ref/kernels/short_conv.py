@@ -67,16 +67,25 @@ def load_taps(tap_ptr, tap_j, scale, inside, K: tl.constexpr):
 @triton.jit
 @no_type_check
 def roll_state(
-    rows, state_ptr, state_n, rejected, inside, PAST: tl.constexpr, N: tl.constexpr, TOKENS: tl.constexpr
+    rows, x_ptr, x_t, state_ptr, state_n, start, T, rejected, inside,
+    PAST: tl.constexpr, N: tl.constexpr, TOKENS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """The inputs of a call of TOKENS tokens join the state, whose older rows move up: one thread has a channel's."""
-    OLDER: tl.constexpr = N - TOKENS - PAST  # rows that are not among `rows`
-    older = ()
-    for n in tl.static_range(OLDER):
-        place = n + TOKENS - rejected
-        older = older + (tl.load(state_ptr + place * state_n, mask=inside & (place >= 0), other=0.0),)
-    for n in tl.static_range(N):
-        tl.store(state_ptr + n * state_n, older[n] if n < OLDER else rows[n - OLDER], mask=inside)
+    """The inputs of this call join the state, written by the run that reads it: its threads keep their channels.
+
+    WHOLE: this run is the whole call, and may have fewer tokens than the state has rows: older rows move up.
+    """
+    if WHOLE:
+        OLDER: tl.constexpr = N - TOKENS - PAST  # rows that are not among `rows`
+        older = ()
+        for n in tl.static_range(OLDER):
+            place = n + TOKENS - rejected
+            older = older + (tl.load(state_ptr + place * state_n, mask=inside & (place >= 0), other=0.0),)
+        for n in tl.static_range(N):
+            tl.store(state_ptr + n * state_n, older[n] if n < OLDER else rows[n - OLDER], mask=inside)
+    elif start == 0:
+        x_ptr += (T - N).to(tl.int64) * x_t
+        for n in tl.static_range(N):
+            tl.store(state_ptr + n * state_n, tl.load(x_ptr + n * x_t, mask=inside, other=0.0), mask=inside)
 
 
 @triton.jit
@@ -144,7 +153,7 @@ def _convolve(
     x_ptr, tap_ptr, dynamic_ptr, position_ptr, state_ptr, rejected_ptr, out_ptr, T, first, C, x_b, x_t, tap_j,
     dynamic_b, dynamic_t, state_b, state_n, scale,
     K: tl.constexpr, N: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr, EVEN: tl.constexpr, DYNAMIC: tl.constexpr, DOCUMENTS: tl.constexpr, ROLL: tl.constexpr,
+    BLOCK: tl.constexpr, EVEN: tl.constexpr, DYNAMIC: tl.constexpr, DOCUMENTS: tl.constexpr, WHOLE: tl.constexpr,
     PACKED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     if DEPENDENT:  # the next kernel may start, and wait here as this one does for the kernel in front of it
@@ -174,12 +183,12 @@ def _convolve(
     if N > 0:
         state = state_ptr + b * state_b + c
         rows = load_state(rows, state, state_n, start, rejected, inside, K - 1, N, TOKENS)
-    if ROLL:
-        roll_state(rows, state, state_n, rejected, inside, K - 1, N, TOKENS)
     out_ptr += (b * T + start) * C + c
     for i in tl.static_range(TOKENS):
         y = convolve(rows, taps, dynamic, positions, scale, i, K, DYNAMIC, DOCUMENTS)
         tl.store(out_ptr + i * C, y.to(out_ptr.dtype.element_ty), mask=inside & (start + i < T))
+    if N > 0:  # at the end: a branch before would keep all that is loaded in registers
+        roll_state(rows, x, x_t, state, state_n, start, T, rejected, inside, K - 1, N, TOKENS, WHOLE)
 
 
 def token_major(weight: Float[Tensor, "C 1 K"]) -> Float[Tensor, "K C"]:
@@ -214,7 +223,6 @@ def _launch(
         width = C // dynamic.shape[2]
         heads, terms = 2 if dynamic.shape[2] % 2 == 0 and width <= 128 else 1, 2 * K + 1
     block = triton.next_power_of_2(width)
-    roll = N > 0 and tokens >= T
     out = torch.empty(B, T, C, dtype=x.dtype, device=x.device)
     _convolve[(triton.cdiv(C, width * heads), triton.cdiv(T, tokens), B)](
         x, taps, dynamic, document_position, state, rejected, out, T, first, C, *x.stride()[:2], taps.stride(0),
@@ -222,12 +230,10 @@ def _launch(
         1 / math.sqrt(terms),
         K=K, N=N, TOKENS=tokens, HEADS=heads, WIDTH=width, BLOCK=block,
         EVEN=width == block and C % (heads * width) == 0, DYNAMIC=dynamic is not None,
-        DOCUMENTS=document_position is not None, ROLL=roll, PACKED=packed(dynamic),
+        DOCUMENTS=document_position is not None, WHOLE=tokens == T, PACKED=packed(dynamic),
         DEPENDENT=not INTERPRETED,
         num_warps=max(1, heads * block // 256), **({} if INTERPRETED else {"launch_pdl": True}),
     )  # fmt: skip
-    if N and not roll:  # runs of tokens that still read the state may not write it
-        state.copy_(x[:, T - N :])
     return out
 
 
