@@ -67,6 +67,15 @@ MUTATIONS: dict[str, list[tuple[str, Callable[[Any], Any]]]] = {
         ("dspark.Drafter.slots", lambda f: lambda self, anchors: f(self, anchors).flip(-1)),  # the anchor last
         ("dspark.MarkovHead.step", lambda f: lambda self, h, x, s, used: f(self, h, x, 0 * s, used)),  # state forgotten
     ],
+    "kernels": [
+        ("kernels.residual.mix_and_norm", lambda f: lambda s, q, *rest: f(s, q if q is None else -q, *rest)),
+        ("kernels.attention.attend", lambda f: lambda *a: f(*a[:5], a[5] - 1, *a[6:])),  # a weaker sink
+        ("kernels.decode.transposed", lambda f: lambda P: f(P.flip(0))),  # the profiles in another order
+        ("attention.relative_bias", lambda f: lambda r, P, distance: f(r, P, distance + 1)),  # the next distance
+        ("attention.softmax_with_sink", lambda f: lambda scores, sink: scores.softmax(-1)),  # no sink
+        ("residual.mix", lambda f: lambda s, q, eps: f(s, q * q.shape[-1] ** 0.5, eps)),  # sqrt(D) forgotten
+        ("measure.cost.cache_bytes", lambda f: lambda config, S: f(config, S + 1)),
+    ],
     "parallel": [
         ("parallel.plan._part", lambda f: lambda count, parts, index: f(count, parts, 0)),  # the first channels for all
         ("parallel.layers.ShardedMoE.owned", lambda f: lambda self, h, w, ids: f(self, h, w, ids + 1)),

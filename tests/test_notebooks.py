@@ -5,6 +5,7 @@ That every notebook runs, and gives its checked outputs, is nbval's part of `mak
 
 import contextlib
 import inspect
+import linecache
 import pkgutil
 import sys
 import traceback
@@ -48,8 +49,11 @@ def run(stem: str, last: int | None = None) -> tuple[int, BaseException | None]:
     namespace = {"__name__": "__main__"}
     with torch.enable_grad():  # whatever a notebook sets it to, it is as before afterwards
         for number, cell in enumerate(cells[:last]):
+            name = f"{stem} {cell.id}"
+            # Triton reads the source of what it compiles, as it could in a kernel.
+            linecache.cache[name] = len(cell.source), None, cell.source.splitlines(keepends=True), name
             try:
-                exec(compile(cell.source, f"{stem} {cell.id}", "exec"), namespace)
+                exec(compile(cell.source, name, "exec"), namespace)
             except Exception as error:
                 return number, error
     return len(cells), None
