@@ -97,7 +97,7 @@ def _convolved(
     x = x_ptr + c
     rows = load_rows(x, x_t, start, 0, T, inside, K - 1, TOKENS)
     taps = load_taps(tap_ptr + c, tap_j, scale, inside, K)
-    dynamic, positions, slots = (), (), ()
+    dynamic, positions, pages = (), (), ()
     if DYNAMIC:
         dynamic_ptr += part * (HEADS * K)
         heads = G - part * HEADS
@@ -107,13 +107,11 @@ def _convolved(
     if N > 0:
         state = state_ptr + c
         rows = load_state(rows, state, state_n, start, rejected, inside, K - 1, N, TOKENS)
-    for i in tl.static_range(TOKENS):
-        slot = slot0 + start + i
-        if PAGE > 0:
-            page = tl.load(table_ptr + slot // PAGE, mask=(start + i < T) & (slot >= 0), other=0).to(tl.int64)
-            slots = slots + (page * cache_p + slot % PAGE * cache_s,)
-        else:
-            slots = slots + (slot.to(tl.int64) * cache_s,)
+    slot0 += start
+    if PAGE > 0:
+        for i in tl.static_range(TOKENS):
+            live = (start + i < T) & (slot0 + i >= 0)
+            pages = pages + (tl.load(table_ptr + (slot0 + i) // PAGE, mask=live, other=0),)
     cache_ptr += g.to(tl.int64) * cache_g + e
     for i in tl.static_range(TOKENS):
         y = convolve(rows, taps, dynamic, positions, scale, i, K, DYNAMIC, DOCUMENTS)
@@ -123,8 +121,11 @@ def _convolved(
         else:
             factor = tl.minimum(limit * reciprocal(tl.sqrt(square) + 1e-6), 1.0)
         y = (y * factor[:, None]).to(cache_ptr.dtype.element_ty)
-        used = (start + i < T) & (slot0 + start + i >= 0)  # a row that is not in use has slots below 0
-        tl.store(cache_ptr + slots[i], y, mask=inside & used)
+        place = (slot0 + i).to(tl.int64) * cache_s
+        if PAGE > 0:
+            place = pages[i].to(tl.int64) * cache_p + (slot0 + i) % PAGE * cache_s
+        used = (start + i < T) & (slot0 + i >= 0)  # a row that is not in use has slots below 0
+        tl.store(cache_ptr + place, y, mask=inside & used)
     if N > 0:
         roll_state(rows, x, x_t, state, state_n, start, T, rejected, inside, K - 1, N, TOKENS, WHOLE)
 
