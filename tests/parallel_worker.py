@@ -167,10 +167,11 @@ def prompts(rows: range) -> list[list[int]]:
 
 
 def check_forward(reference: Inkling, model: Inkling, rows: range) -> None:
-    """All logits; a batch of unequal rows."""
+    """All logits; a batch of unequal rows; packed documents."""
     ids = random_ids(9, 23)[list(rows)]
+    documents = (torch.arange(23) >= 9).long().expand(len(rows), 23)
     mask = torch.arange(23) < torch.tensor([[23, 17, 4][i % 3] for i in rows])[:, None] if rows else None
-    for options in ({}, {"attention_mask": mask}):
+    for options in ({}, {"attention_mask": mask}, {"document_ids": documents}):
         if rows:
             out = model(ids, **options)
             close(out.logits, reference(ids, **options).logits)

@@ -162,7 +162,10 @@ def test_run_under_torchrun_answers_as_one_process_and_reports_every_rank(tmp_pa
         assert tokenizer.decode(rank["tokens"][0]) == "a red circle, a green triangle and a blue square"
         assert rank["prefill_seconds"] > 0
         assert rank["traffic"]["prefill"]["reduce_scatter over tp"]["calls"] == 36  # 18 layers, two convolutions each
-        assert {"text stack", "layer 17 mlp", "gather over tp"} <= {event["name"] for event in rank["events"]}
+        spans = [event for event in report["traceEvents"] if event["pid"] == rank["rank"]]
+        assert {"text stack", "layer 17 mlp", "gather over tp"} <= {span["name"] for span in spans}
+        assert min(span["dur"] for span in spans) >= 0
+    assert sum(rank["share of the pairs it has seen"] for rank in report["ranks"]) == pytest.approx(1)
     assert "rank 1: 0.0232 GB of weights" in done.stderr
 
 
@@ -191,7 +194,7 @@ def test_one_rank_of_many_alone_says_so(plan, tmp_path, capsys, monkeypatch):
     assert "20 us a call, 80% of 450 GB/s" in err
     assert report["plan"]["world"] == 8
     (rank,) = report["ranks"]
-    assert rank["rank"] == 5
+    assert (rank["rank"], rank["note"]) == (5, ALONE)
     counts = rank["traffic"]["prefill"].values()
     by_hand = sum(20e-6 * count["calls"] + count["sent"] / 360e9 for count in counts)
     assert report["modelled collective seconds"]["prefill"] == pytest.approx(by_hand)

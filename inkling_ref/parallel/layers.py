@@ -144,7 +144,7 @@ class ShardedMoE(nn.Module):
         super().__init__()
         self.gate, self.experts = moe.gate, moe.experts
         self.current, self.world = current, world
-        self.pairs = 0  # of tokens and experts that this rank has computed
+        self.tokens = self.pairs = 0  # that came by; pairs of token and expert that this rank has computed
         self.first, self.stop = share.local_experts.start, share.local_experts.stop
         self.sends, self.has_columns = share.plan.exchange == "all_to_all", share.plan.width > 1
         table = owners(share.plan, share.config.text.n_routed_experts)
@@ -159,7 +159,7 @@ class ShardedMoE(nn.Module):
         """What this rank's experts add to the weighted sums; a token without one of them gets zeros."""
         token, choice = ((ids >= self.first) & (ids < self.stop)).nonzero(as_tuple=True)
         out = torch.zeros(h.shape, dtype=weights.dtype, device=h.device)
-        self.pairs += len(token)
+        self.tokens, self.pairs = self.tokens + len(h), self.pairs + len(token)
         if len(token):
             # One pair a row, with weight 1: the operation then rounds nothing that it would not round for the whole.
             one = torch.ones_like(weights[:1, :1]).expand(len(token), 1)

@@ -68,7 +68,8 @@ def main(
         checkpoint, preset: a folder, or the name of a config for synthetic weights.
         prompt, tokens, random_tokens: a question; rows of ids; or (rows, tokens) of random ids. Rows are dealt to the
             dp groups in runs; a group may have none.
-        trace: record when every module and collective began and how long it took; the device is waited for at each.
+        trace: record when every module and collective began and how long it took; the device is waited for at each,
+            which makes the pass slower.
 
     Raises:
         InputError: what can be known before the processes meet; ranks other than 0 wait a moment with it.
@@ -117,14 +118,16 @@ def main(
         prompts = [tokens[i] for i in rows] or None
         options = {"max_new_tokens": max_new_tokens, "prefill_chunk": prefill_chunk, "drafter": drafter, **pixels}
         own = _measure(model, prompts, options, trace)
-        own = {"rank": mesh.rank, "load_seconds": load_seconds, "bytes_read": getattr(model, "bytes_read", 0), **own}
+        note = TOGETHER if only_rank is None else ALONE
+        head = {"rank": mesh.rank, "note": note, "load_seconds": load_seconds}
+        own = {**head, "bytes_read": getattr(model, "bytes_read", 0), **own}
         ranks = [own]
         if only_rank is None and plan.world > 1:
             ranks = [None] * plan.world
             dist.all_gather_object(ranks, own)
         link = link or Link()
         report = {
-            "note": TOGETHER if only_rank is None else ALONE,
+            "note": note,
             "model": str(checkpoint or f"synthetic {preset}, experts {experts}, skew {skew}"),
             "plan": {**asdict(plan), "ep": plan.n_ep, "world": plan.world, "ranks that share an expert": plan.width},
             "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
@@ -133,6 +136,8 @@ def main(
             "prompt tokens of each row": [len(row) for row in tokens],
             "ranks": ranks,
         }
+        if trace:  # the report then opens in Perfetto, or chrome://tracing
+            report["traceEvents"] = [event for rank in ranks for event in rank.pop("events")]
         if only_rank is not None:
             report["link"] = asdict(link)
             report["modelled collective seconds"] = {"note": ALONE, **modelled(own["traffic"], link)}
@@ -146,7 +151,8 @@ def summary(report: dict[str, Any]) -> list[str]:
     """A few lines for people: every number of a lone rank beside what it is."""
     lines = []
     for rank in report["ranks"]:
-        parts = [f"rank {rank['rank']}: {rank['memory']['weight_bytes'] / 1e9:.3g} GB of weights"]
+        who = f"rank {rank['rank']}" + (" alone" if rank["note"] == ALONE else "")
+        parts = [f"{who}: {rank['memory']['weight_bytes'] / 1e9:.3g} GB of weights"]
         if rank["tokens"] is None:
             parts.append("no prompts, only experts")
         else:
@@ -223,8 +229,16 @@ def _measure(model: Inkling, prompts: list[list[int]] | None, options: dict, tra
         "traffic": traffic.to_dict(),
         "local experts": [share.local_experts.start, share.local_experts.stop],
         "pairs of tokens and experts, by layer": [layer.mlp.pairs for layer in model.llm.layers],
+        "share of the pairs it has seen": _seen_share(model),
         **({"events": events} if trace else {}),
     }
+
+
+def _seen_share(model: Inkling) -> float | None:
+    """Pairs computed here over all pairs of the tokens that came by: 1 / ep on the mean rank, more on a busy one."""
+    moes = [layer.mlp for layer in model.llm.layers]
+    seen = sum(moe.tokens for moe in moes) * model.config.text.num_experts_per_tok
+    return sum(moe.pairs for moe in moes) / seen if seen else None
 
 
 def _events(model: Inkling) -> list[dict[str, Any]]:
