@@ -65,20 +65,21 @@ def _logits_few(
     The weights are on their way before the kernel waits for the rows.
     """
     rows, experts = tl.arange(0, ROWS), tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
-    columns = tl.program_id(1) * STEP * STEPS + tl.arange(0, STEP)
-    w = ()
+    columns = (tl.program_id(1) * STEP * STEPS + tl.arange(0, STEP))[None, None, :]
+    w_rows, h_rows = w_ptr + experts[None, :, None] * D, h_ptr + rows[:, None, None] * h_n
+    w, h = (), ()
     for i in tl.static_range(STEPS):
-        d = columns + i * STEP
-        mask = (experts[:, None] < E) & (d[None, :] < D)
-        w = w + (tl.load(w_ptr + experts[:, None] * D + d[None, :], mask=mask, other=0.0),)  # noqa: RUF005
+        mask = (experts[None, :, None] < E) & (columns + i * STEP < D)
+        w = w + (tl.load(w_rows + columns + i * STEP, mask=mask, other=0.0),)  # noqa: RUF005
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
+    for i in tl.static_range(STEPS):
+        mask = (rows[:, None, None] < N) & (columns + i * STEP < D)
+        h = h + (tl.load(h_rows + columns + i * STEP, mask=mask, other=0.0),)  # noqa: RUF005
     acc = tl.zeros([ROWS, EXPERTS, STEP], tl.float32)
     for i in tl.static_range(STEPS):
-        d = columns + i * STEP
-        h = tl.load(h_ptr + rows[:, None] * h_n + d[None, :], mask=(rows[:, None] < N) & (d[None, :] < D), other=0.0)
-        acc += h.to(tl.float32)[:, None, :] * w[i][None, :, :]
+        acc += h[i].to(tl.float32) * w[i]
     out = (tl.program_id(1) * N + rows[:, None]) * E + experts[None, :]
     tl.store(out_ptr + out, tl.sum(acc, 2), mask=(rows[:, None] < N) & (experts[None, :] < E))
 
@@ -160,7 +161,7 @@ def route(
     (N, D), E = h.shape, weight.shape[0]
     h, bias = h if h.stride(1) == 1 else h.contiguous(), bias.contiguous()
     if N <= _FEW:
-        experts, step, steps = 2, 512, 3
+        experts, step, steps = (2, 512, 5) if N == 1 else (4, 128, 9)
         slices = triton.cdiv(D, step * steps)
         logits = torch.empty(slices, N, E, dtype=torch.float32, device=h.device)
         _logits_few[(triton.cdiv(E, experts), slices)](
