@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from inkling_ref import cli
-from inkling_ref.measure.bench import runner
+from inkling_ref.measure.bench import harness, runner
 from inkling_ref.measure.bench.__main__ import GROUPS
 from inkling_ref.measure.bench.harness import Bench, attention_flops, key_value_bytes
 
@@ -119,6 +119,21 @@ def test_peers_run_where_asked_for():
     for name in ("triton", "triton, 8 warps", "compiled", "compiled, max-autotune", "eager", "SDPA without bias"):
         bench.arm("case", name, called.append, [(name,)])
     assert called == ["triton", "triton, 8 warps", "compiled", "compiled, max-autotune"]
+
+
+def test_an_arm_is_timed_checked_and_followed_by_peers(monkeypatch, capsys):
+    """With a clock that says 2 us: rates of 1 MB and 1 MFLOP a us make floors easy to see."""
+    monkeypatch.setattr(harness, "graph_seconds", lambda calls: [call() for call in calls] and 2e-6)
+    bench = Bench(against=[], peers={"other:f": lambda x: (0.5 * x, None)}, prepare=True)
+    bench.prepare, bench.copy, bench.matrix = False, 1e12, 1e12
+    x = torch.arange(1.0, 5.0)
+    bench.arm("case", "triton", lambda x: x, [(x,)], x, nbytes=1e6, flops=3e5)
+    bench.arm("case", "triton, too large", lambda x: x.view(77), [(x,)], x)
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["arm"] for row in rows] == ["triton", "other:f", "triton, too large"]
+    assert rows[0] == {"case": "case", "arm": "triton", "error": 0.0, "us": pytest.approx(2), "floor_us": 1.0}
+    assert rows[1]["error"] == 0.5
+    assert rows[2]["failed"].startswith("RuntimeError: shape '[77]' is invalid")
 
 
 def test_costs_are_those_of_the_cost_model():

@@ -12,6 +12,7 @@ import sys
 import torch
 
 from .attention import bench_batches, bench_decode, bench_prefill
+from .experts import bench_experts
 from .flex import bench_flex_decode, bench_flex_prefill
 from .harness import KINDS, Bench
 from .head import bench_draft, bench_head
@@ -20,20 +21,23 @@ from .qkv import bench_qkv
 from .residual import bench_residual
 from .runner import imported
 from .short_conv import bench_short_conv
+from .step import bench_step
 
 GROUPS = {  # the most important first: the last ones go without, where time is short
     "decode": bench_decode,
-    "batches": bench_batches,
     "residual": bench_residual,
+    "prefill": bench_prefill,
+    "flex_prefill": bench_flex_prefill,
     "short_conv": bench_short_conv,
     "qkv": bench_qkv,
-    "prefill": bench_prefill,
     "router": bench_router,
-    "flex_prefill": bench_flex_prefill,
-    "flex_decode": bench_flex_decode,
-    "swiglu": bench_swiglu,
     "head": bench_head,
+    "experts": bench_experts,
+    "flex_decode": bench_flex_decode,
+    "batches": bench_batches,
+    "step": bench_step,
     "draft": bench_draft,
+    "swiglu": bench_swiglu,
 }
 
 
