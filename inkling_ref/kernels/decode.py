@@ -355,19 +355,20 @@ def transposed(profiles: Float[Tensor, "R X"]) -> Float[Tensor, "X R"]:
     return profiles.t().contiguous()
 
 
-def choose_tile(rows: int, heads: int, sliding: bool, processors: int, element_size: int) -> Tile:
+def choose_tile(rows: int, heads: int, window: int | None, processors: int, element_size: int) -> Tile:
     """The tile for `rows` = T H / G query rows of `heads` = B G key/value heads.
 
     One large program a processor reads a long cache faster than several small ones; of a window every program takes
-    one small step. Heads take at least three programs each, so that their lengths may differ.
+    one small step, if there are enough. Heads take three programs each or more, so that their lengths may differ.
     """
     shape = Tile(64, processors, 4, 5, 3, 4, 2)
     if element_size == 4:  # no matrix unit multiplies float32 exactly: the products unroll, and must be small
         shape = Tile(16, processors, 1, 2, 2, 4, 2)
-    elif sliding:
-        shape = Tile(32, 3 * processors, 1, 2, 3, 4, 1)
+    elif window is not None:
+        steps = triton.cdiv(window, 32) + 2
+        shape = Tile(32, min(2 * processors + heads, steps * heads), 1, 2, 3, 4, 1)
     elif rows > 16:
-        shape = Tile(64, processors, 1, 4, 3, 4, 3)
+        shape = Tile(64, processors, 1, 4, 3, 4, 4)
     return shape._replace(programs=shape.programs * triton.cdiv(3 * heads, shape.programs))
 
 
@@ -406,7 +407,7 @@ def attend_split(
     if table is not None:
         page, pages, S = S, table.shape[1], S * table.shape[1]
     if tile is None:
-        tile = choose_tile(T * Q, B * G, window is not None, processors(q.device), q.element_size())
+        tile = choose_tile(T * Q, B * G, window, processors(q.device), q.element_size())
     programs = tile.programs
     out = torch.empty(B, T, H * d, dtype=q.dtype, device=q.device)
     part = torch.empty(programs, T * Q, d, dtype=torch.float32, device=q.device)
