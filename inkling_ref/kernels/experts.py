@@ -1,4 +1,24 @@
-r"""Experts: the products of the chosen experts, on the matrices that a checkpoint holds or on repacked ones."""
+r"""Experts: both products of the chosen experts, on the matrices of a checkpoint or on repacked ones.
+
+The tokens' N k choices are *pairs*, numbered token * k + choice. An *item* is an expert with a few of its pairs: the
+unit of work, one program for each item and tile of rows.
+
+1. `plan` makes the list of items on the GPU. All the host knows is how long it can be,
+
+$$ \textstyle\sum_e \lceil n_e / \mathrm{slots} \rceil \le
+   \lfloor (N k + (\mathrm{slots} - 1) \min(E, N k)) / \mathrm{slots} \rfloor $$
+
+   so that launches do not depend on routes, and a CUDA graph can hold them. Programs of unused items end at once; an
+   expert that nobody chose is in none.
+
+2. The first product with SwiGLU makes a row [I] of each pair; the second, times the routing weight, a float32 row [D].
+
+3. `combine` sums each token's k rows in order and rounds once: the same bits every time.
+
+Two kernels do step 2. `_released_product` reads a checkpoint's own bytes, or dense matrices, in any dtype on any GPU,
+and in the interpreter. On Hopper, in bfloat16, matrices that `packing.pack` has repacked go through `experts_hopper`.
+One token needs no plan: each pair is an item. Up to FEW tokens memory is the limit, beyond them the tensor cores.
+"""
 
 from collections.abc import Callable
 from typing import no_type_check
@@ -9,7 +29,7 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..errors import InputError
 from ..moe import ExpertMatrix
@@ -18,12 +38,21 @@ from .experts_hopper import product, swiglu, tile_product
 from .packing import is_packed
 
 DENSE, NVFP4, MXFP8 = 0, 1, 2  # how a matrix is stored, as the kernels count
+FEW = 256  # tokens up to which memory is the limit
+Rates = tuple[float, float, float]  # what `swiglu` takes for its caps
+Quantize = Callable[[Tensor], Tensor] | None
 
 
 @triton.jit
 @no_type_check
-def _plan(id_ptr, expert_ptr, slot_ptr, P, ITEMS, E, SLOTS: tl.constexpr, BLOCK: tl.constexpr, PADDED_E: tl.constexpr):
+def _plan(
+    id_ptr, expert_ptr, slot_ptr, P, ITEMS, E,
+    SLOTS: tl.constexpr, BLOCK: tl.constexpr, PADDED_E: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Items of one expert: its pairs, SLOTS an item; the last expert fills what is left of the list."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()  # they wait for the end of this kernel, but need not be launched then
     expert = tl.program_id(0)
     block, experts = tl.arange(0, BLOCK), tl.arange(0, PADDED_E)
     count, lead = 0, P
@@ -73,14 +102,16 @@ def _decoded(codes, scale, half, FORMAT: tl.constexpr):
 @no_type_check
 def _e4m3(byte):
     bits = byte.to(tl.int32)
-    return (((bits & 0x7F) << 20) | ((bits & 0x80) << 24)).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
+    bits = ((bits & 0x7F) << 20) | ((bits & 0x80) << 24)  # the value * 2^-120
+    return bits.to(tl.float32, bitcast=True) * 2.0**120
 
 
 @triton.jit
 @no_type_check
 def _released_product(
     x_ptr, code_ptr, scale_ptr, amax_ptr, denominator_ptr, expert_ptr, slot_ptr, weight_ptr, out_ptr,
-    gate_rate, up_rate, quarter, K: tl.constexpr, N: tl.constexpr, TOP_K: tl.constexpr, FORMAT: tl.constexpr, FIRST: tl.constexpr,
+    gate_rate, up_rate, quarter,
+    K: tl.constexpr, N: tl.constexpr, TOP_K: tl.constexpr, FORMAT: tl.constexpr, FIRST: tl.constexpr,
     SLOTS: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, NEAR: tl.constexpr,
 ):  # fmt: skip
     """A tile of rows of one expert against its slots, from the released layout: any GPU, any dtype."""
@@ -130,6 +161,7 @@ def _released_product(
 def _combine(part_ptr, out_ptr, D, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         gdc_wait()
+        gdc_launch_dependents()
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = tl.program_id(1)
     mask = columns < D
@@ -144,125 +176,130 @@ def near(dtype: torch.dtype) -> float:
     return 0.25 if dtype == torch.float32 else 0.016
 
 
-def plan(ids: Int[Tensor, "N k"], E: int, slots: int) -> tuple[Int[Tensor, " items"], Int[Tensor, "items {slots}"]]:
-    """The work list, made without a look from the host: how many items there are is bounded, so a graph can hold it.
+def plan(
+    ids: Int[Tensor, "N k"], E: int, slots: int, pdl: bool = False
+) -> tuple[Int[Tensor, " items"], Int[Tensor, "items {slots}"]]:
+    """The list of items, without a look from the host.
 
-    Returns: each item's expert, -1 where an item is not needed; its pairs (token * k + choice), `slots` at most. An empty
-    slot holds ~pair of the item's first, a row that is read anyway.
+    Returns: each item's expert, -1 where an item is not needed; its pairs. An empty slot holds ~pair of the item's
+    first: a row that is read anyway.
     """
     pairs = ids.numel()
     items = (pairs + (slots - 1) * min(E, pairs)) // slots
     expert = torch.empty(items, dtype=torch.int32, device=ids.device)
     slot = torch.empty(items, slots, dtype=torch.int32, device=ids.device)
     _plan[(E,)](
-        ids.contiguous(), expert, slot, pairs, items, E, SLOTS=slots, BLOCK=min(4096, triton.next_power_of_2(pairs)),
-        PADDED_E=triton.next_power_of_2(E + 1), num_warps=4,
+        ids, expert, slot, pairs, items, E, SLOTS=slots, BLOCK=min(4096, triton.next_power_of_2(pairs)),
+        PADDED_E=triton.next_power_of_2(E + 1), PDL=pdl, num_warps=1 if pairs <= 64 else 4, **launch(pdl),
     )  # fmt: skip
     return expert, slot
 
 
-def combine(part: Float[Tensor, "pairs D"], out: Float[Tensor, "N D"], pdl: bool) -> Float[Tensor, "N D"]:
-    """The sums of each token's k weighted rows, rounded once."""
+def combine(part: Float[Tensor, "pairs D"], out: Float[Tensor, "N D"], pdl: bool = False) -> Float[Tensor, "N D"]:
+    """`out`, filled with the sums of each token's k rows."""
     (N, D), block = out.shape, 1024
     _combine[(triton.cdiv(D, block), N)](
-        part, out, D, TOP_K=len(part) // N, BLOCK=block, PDL=pdl, num_warps=4, **({"launch_pdl": True} if pdl else {})
+        part, out, D, TOP_K=len(part) // N, BLOCK=block, PDL=pdl, num_warps=4, **launch(pdl)
     )
     return out
 
 
+def launch(pdl: bool) -> dict[str, bool]:
+    """Options of a launch that may come before the end of the kernel ahead of it (the interpreter knows none)."""
+    return {"launch_pdl": True} if pdl else {}
+
+
 def in_core_order(x: Tensor, nvfp4: bool, columns: int) -> Tensor:
-    """Rows filled with zeros to `columns`, in the tensor cores' order within a chunk: (s, h, t, e) of (t, s, h, e)."""
+    """Rows filled with zeros to `columns`, in the order of a fragment's: chunks of (s, h, t, e), not (t, s, h, e)."""
     x = F.pad(x, (0, columns - x.shape[1]))
     return x.view(len(x), -1, 4, 4 if nvfp4 else 8, 2, 2).permute(0, 1, 3, 4, 2, 5).reshape(x.shape)
 
 
 def in_natural_order(x: Tensor, nvfp4: bool) -> Tensor:
-    """The inverse of `in_core_order`, without its filling."""
+    """The inverse of `in_core_order`, filling included."""
     return x.view(len(x), -1, 4 if nvfp4 else 8, 2, 4, 2).permute(0, 1, 4, 2, 3, 5).reshape(x.shape)
 
 
-def _packed_experts(
-    h,
-    weights,
-    ids,
-    w13,
-    w2,
-    rates,
-    quantize,
-    one=None,
-    tiles=None,
-    pdl=True,
-    V=(0, 0),
-    PF=(False, 2, False),
-    parts=None,
-):
-    (N, D), k, E = h.shape, ids.shape[1], len(w13.weight)
-    nvfp4, pairs, width = w13.amax is not None, N * k, 32 * w13.weight.shape[1]
-    one = N <= 4 if one is None else one
-    many = N > 256 if tiles is None else tiles
-    new = lambda *shape, dtype: torch.empty(shape, dtype=dtype, device=h.device)
-    x = h if quantize is None else quantize(h)
-    expert, slots = (ids, ids) if one else plan(ids, E, 128 if many else 8)
-    items = pairs if one else len(expert)
-    part, out = new(pairs, D, dtype=h.dtype if many and PF[2] else torch.float32), torch.empty_like(h)
-    counter = new(N * w2.weight.shape[1] if one else 1, dtype=torch.int32)
-    columns = 256 * w2.weight.shape[2] if many else width  # past those that the first product writes: zeros
-    a = (
-        new(pairs, width, dtype=h.dtype)
-        if columns == width
-        else torch.zeros(pairs, columns, dtype=h.dtype, device=h.device)
-    )
-    options = {"NEAR": near(h.dtype)}
-    todo = [(x, w13, a, True, V[0], PF), (a, w2, part, False, V[1], PF)]
-    if parts is not None:
-        todo = [todo[i] for i in parts if i < 2]
-    for x, m, y, first, v, pf in todo:
-        if quantize is not None and not first:
-            natural = in_natural_order(a, nvfp4) if many else a
-            x = quantize(natural)
-            x = in_core_order(x, nvfp4, columns) if many else x
-        tiles_, steps = m.weight.shape[1:3]
-        scale = m.scale.flatten(-2).view(torch.int32)
-        outer = (m.amax, m.denominator) if nvfp4 else (weights, weights)
-        if many:
-            x = in_core_order(x, nvfp4, steps * 256) if first and (parts is None or 3 in parts) else x
-            tile_product[(triton.cdiv(tiles_, 4), items)](
-                x, m.weight, scale, *outer, expert, slots, weights, y, *rates, TILES=tiles_, STEPS=steps,
-                X_STRIDE=x.shape[1], OUT_STRIDE=y.shape[1], WIDTH=y.shape[1], TOP_K=k, NVFP4=nvfp4, FIRST=first, LATE=pf[0], DIST=pf[1],
-                num_warps=8, **options,
-            )  # fmt: skip
-        else:
-            product[(tiles_, items)](
-                x, m.weight, scale, *outer, expert, slots, weights, y, out, counter, len(counter), *rates,
-                K=x.shape[1], TILES=tiles_, STEPS=steps, X_STRIDE=x.shape[1], WIDTH=y.shape[1], TOP_K=k, NVFP4=nvfp4,
-                FIRST=first, ONE=one, PADDED=triton.next_power_of_2(steps * 256), VARIANT=v, num_warps=4, launch_pdl=pdl, **options,
-            )  # fmt: skip
-    if parts is not None and 2 not in parts:
-        return part
-    return out if one and not V[1] & 8 else combine(part, out, pdl and not many)
+def _packed_few(
+    x: Tensor, weights: Tensor, ids: Tensor, w13: ExpertMatrix, w2: ExpertMatrix, rates: Rates, quantize: Quantize
+) -> Tensor:
+    """At the rate of memory."""
+    (N, D), k, one, nvfp4 = x.shape, ids.shape[1], len(x) == 1, w13.amax is not None
+    expert, slots = (ids, ids) if one else plan(ids, len(w13.weight), 8, pdl=True)
+
+    def run(x: Tensor, matrix: ExpertMatrix, rows: int, dtype: torch.dtype, first: bool) -> Tensor:
+        out = torch.empty(N * k, rows, dtype=dtype, device=x.device)
+        tiles, steps = matrix.weight.shape[1:3]
+        product[(tiles, N * k if one else len(expert))](
+            x, matrix.weight, scale_words(matrix), *outer_scale(matrix, weights), expert, slots, weights, out, *rates,
+            K=x.shape[1], TILES=tiles, STEPS=steps, WIDTH=rows, TOP_K=k, NVFP4=nvfp4, FIRST=first, ONE=one,
+            PADDED=triton.next_power_of_2(steps * 256), NEAR=near(x.dtype), num_warps=4, **launch(True),
+        )  # fmt: skip
+        return out
+
+    a = run(x, w13, 32 * w13.weight.shape[1], x.dtype, True)
+    a = a if quantize is None else quantize(a)
+    return combine(run(a, w2, D, torch.float32, False), torch.empty_like(x), pdl=True)
 
 
-def _released_experts(h, weights, ids, w13, w2, rates, quantize):
-    """Both products on what a checkpoint holds, in any dtype, on any GPU."""
-    (N, D), k, E = h.shape, ids.shape[1], len(w13.weight)
-    expert, slots = plan(ids, E, 16)
+def _packed_many(
+    x: Tensor, weights: Tensor, ids: Tensor, w13: ExpertMatrix, w2: ExpertMatrix, rates: Rates, quantize: Quantize
+) -> Tensor:
+    """At the rate of the tensor cores."""
+    (N, D), k, nvfp4 = x.shape, ids.shape[1], w13.amax is not None
+    expert, slots = plan(ids, len(w13.weight), 128)
 
-    def run(x, matrix, out, first):
-        rows, form = 64, DENSE if matrix.scale is None else MXFP8 if matrix.amax is None else NVFP4
+    def run(x: Tensor, matrix: ExpertMatrix, out: Tensor, first: bool) -> Tensor:
+        tiles, steps = matrix.weight.shape[1:3]
+        tile_product[(triton.cdiv(tiles, 4), len(expert))](
+            x, matrix.weight, scale_words(matrix), *outer_scale(matrix, weights), expert, slots, weights, out, *rates,
+            TILES=tiles, STEPS=steps, X_STRIDE=x.shape[1], WIDTH=out.shape[1], TOP_K=k, NVFP4=nvfp4, FIRST=first,
+            NEAR=near(x.dtype), num_warps=8,
+        )  # fmt: skip
+        return out
+
+    columns = 256 * w2.weight.shape[2]
+    make = torch.empty if columns == 32 * w13.weight.shape[1] else torch.zeros  # what the first product does not reach
+    a = make(N * k, columns, dtype=x.dtype, device=x.device)
+    a = run(in_core_order(x, nvfp4, 256 * w13.weight.shape[2]), w13, a, True)
+    if quantize is not None:
+        a = in_core_order(quantize(in_natural_order(a, nvfp4)), nvfp4, columns)
+    part = torch.empty(N * k, D, dtype=torch.float32, device=x.device)
+    return combine(run(a, w2, part, False), torch.empty_like(x))
+
+
+def scale_words(matrix: ExpertMatrix) -> Tensor:
+    """A repacked matrix's scales, four to a word."""
+    return matrix.scale.flatten(-2).view(torch.int32)
+
+
+def outer_scale(matrix: ExpertMatrix, nothing: Tensor) -> tuple[Tensor, Tensor]:
+    """amax and denominator; MXFP8 has none, and its kernel does not read what it is given."""
+    return (nothing, nothing) if matrix.amax is None else (matrix.amax, matrix.denominator)
+
+
+def _released(
+    x: Tensor, weights: Tensor, ids: Tensor, w13: ExpertMatrix, w2: ExpertMatrix, rates: Rates, quantize: Quantize
+) -> Tensor:
+    """On the bytes of a checkpoint, or dense matrices."""
+    (N, D), k, slots = x.shape, ids.shape[1], 16 if len(x) <= FEW else 64
+    expert, slot = plan(ids, len(w13.weight), slots)
+
+    def run(x: Tensor, matrix: ExpertMatrix, columns: int, dtype: torch.dtype, first: bool) -> Tensor:
+        out = torch.empty(N * k, columns, dtype=dtype, device=x.device)
+        form = DENSE if matrix.scale is None else MXFP8 if matrix.amax is None else NVFP4
         codes = matrix.weight if form == DENSE else matrix.weight.view(torch.uint8)
         scale = codes if form == DENSE else matrix.scale.view(torch.uint8)
+        rows = 64
         _released_product[(triton.cdiv(codes.shape[1], rows), len(expert))](
-            x, codes, scale, matrix.amax if form == NVFP4 else weights, matrix.denominator if form == NVFP4 else weights,
-            expert, slots, weights, out, *rates, K=x.shape[1], N=codes.shape[1], TOP_K=k, FORMAT=form, FIRST=first,
-            SLOTS=16, ROWS=rows, STEP=64, NEAR=near(h.dtype),
+            x, codes, scale, *outer_scale(matrix, weights), expert, slot, weights, out, *rates, K=x.shape[1],
+            N=codes.shape[1], TOP_K=k, FORMAT=form, FIRST=first, SLOTS=slots, ROWS=rows, STEP=64, NEAR=near(x.dtype),
         )  # fmt: skip
-        return out if quantize is None or not first else quantize(out)
+        return out
 
-    x = h if quantize is None else quantize(h)
-    a = torch.empty(N * k, w13.weight.shape[1] // 2, dtype=h.dtype, device=h.device)
-    part = torch.empty(N * k, D, dtype=torch.float32, device=h.device)
-    run(run(x, w13, a, True), w2, part, False)
-    return combine(part, torch.empty_like(h), pdl=False)
+    a = run(x, w13, w13.weight.shape[1] // 2, x.dtype, True)
+    a = a if quantize is None else quantize(a)
+    return combine(run(a, w2, D, torch.float32, False), torch.empty_like(x))
 
 
 def experts(
@@ -273,19 +310,22 @@ def experts(
     w2: ExpertMatrix,
     gate_cap: float,
     up_cap: float,
-    quantize: Callable[[Tensor], Tensor] | None = None,
+    quantize: Quantize = None,
 ) -> Float[Tensor, "N D"]:
-    """Twin of `moe.experts`, for matrices as released, or both repacked (`packing.pack`): bfloat16 on Hopper.
+    """Twin of `moe.experts`: both matrices as released or dense, or both repacked (`packing.pack`).
+
+    The rows between the products are rounded to h's dtype once, after SwiGLU; the sums over the experts never.
 
     Raises:
-        InputError: see `require`; repacked matrices elsewhere, or one of the two alone.
+        InputError: see `require`; one repacked matrix of two; repacked ones and not bfloat16 on Hopper.
     """
     require("experts", h, weights)
-    h, weights, rates = h.contiguous(), weights.float().contiguous(), (2 / gate_cap, 2 / up_cap, gate_cap * up_cap / 4)
-    if not is_packed(w13) and not is_packed(w2):
-        return _released_experts(h, weights, ids, w13, w2, rates, quantize)
-    if not is_packed(w13) or not is_packed(w2):
+    packed = is_packed(w13)
+    if packed != is_packed(w2):
         raise InputError("triton experts: one matrix is repacked, expected both or none")
-    if h.dtype != torch.bfloat16 or INTERPRETED or torch.cuda.get_device_capability(h.device)[0] != 9:
+    if packed and (h.dtype != torch.bfloat16 or INTERPRETED or torch.cuda.get_device_capability(h.device)[0] != 9):
         raise InputError(f"triton experts: {h.dtype} on {h.device}, expected bfloat16 on Hopper for repacked matrices")
-    return _packed_experts(h, weights, ids, w13, w2, rates, quantize)
+    x = h.contiguous() if quantize is None else quantize(h.contiguous())
+    run = (_packed_few if len(h) <= FEW else _packed_many) if packed else _released
+    rates = (2 / gate_cap, 2 / up_cap, gate_cap * up_cap / 4)
+    return run(x, weights.float().contiguous(), ids.contiguous(), w13, w2, rates, quantize)

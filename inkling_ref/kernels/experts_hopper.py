@@ -1,26 +1,24 @@
 r"""Expert products on packed weights for Hopper, in Gluon: words of `packing` straight to the tensor cores.
 
-**Few tokens an expert** (`product`). The weights are read once and the rate of memory is the limit. A program is 64 rows
-of one expert, 4 warps of 16, over all columns, against an item of up to 8 tokens:
+**Few tokens an expert** (`product`). The weights are read once, and the rate of memory is the limit. A program is 64
+rows of one expert, 4 warps of 16, over all columns, against an item of up to 8 tokens:
 
-1. a lane loads 16 bytes: weights that it hands itself to `mma.sync.m16n8k16` as left operand. (The weights are the left
-   one because it has 16 rows; the right one has 8 columns, which 8 tokens fill.)
-2. four words become 16 registers of two bfloat16: eight bit operations a word, one multiplication a register, all exact.
+1. a lane loads 16 bytes: weights that it hands itself to `mma.sync.m16n8k16` as left operand. (They are the left one
+   because it has 16 rows; the right one has 8 columns, which 8 tokens fill.)
+2. four words become 16 registers of two bfloat16: eight bit operations a word, a multiplication a register, all exact.
 3. activations are read in their natural order: the words' column order is such that a lane needs one run of a block.
    An empty slot repeats the item's first token, which costs no traffic.
 4. outer scale, SwiGLU or routing weight are applied to the float32 sums.
 
-There is no shared memory, no barrier and no split sum. The next step's words are loaded before this step's arithmetic.
+There is no shared memory, no barrier and no split sum. The next words are loaded ahead of the arithmetic.
 
-**One pair an item** (ONE). With one token eight experts are read, 34 us at the rate of a copy, and all else shows. Activations
-are staged in shared memory once, not read from L2 by every warp; a warp barrier keeps the compiler from sinking the
-loads below the arithmetic; the second product starts its loads before the first has ended; and the program that is
-the last of a token and tile sums the k experts, in order, so that no third kernel is needed and the result does not
-depend on who was last.
+**One token** (ONE: an item is a pair). Eight experts are read in 34 us at the rate of a copy, and all else shows. The
+activations are staged in shared memory, not read from L2 by every warp; a warp barrier keeps the compiler from sinking
+the loads below the arithmetic; and the second product begins its loads before the first has ended.
 
-**Many tokens an expert** (`tile_product`). The rate of the tensor cores is the limit. 256 rows against 64 or 128 tokens:
-decoded words go to `wgmma` as left operand from registers, activations through shared memory in the words' column
-order. While the tensor cores multiply 64 columns, the next 64 are decoded.
+**Many tokens an expert** (`tile_product`). The rate of the tensor cores is the limit. 256 rows against 64 or 128
+tokens: decoded words go to `wgmma` as left operand from registers, activations through shared memory in the words'
+column order. Two products are in flight, and while the tensor cores work on them the next 64 columns are decoded.
 
 Reshape, permute and join give registers and lanes new names; no instruction comes of them, which
 `convert_layout(..., assert_trivial=True)` makes sure of at compile time.
@@ -44,7 +42,7 @@ _async_load = async_copy.async_copy_global_to_shared if _OLD else async_copy.asy
 @triton.jit
 @no_type_check
 def swiglu(g, u, gate_rate, up_rate, quarter, NEAR: tl.constexpr):
-    """cap(g) sigmoid(g) cap(u) as three quotients over one denominator; the rates are 2 / cap, `quarter` a 4th of both."""
+    """cap(g) sigmoid(g) cap(u), three quotients over one denominator; rates 2 / cap, `quarter` of the caps' product."""
     top_g, below_g = tanh_fraction(g * gate_rate, NEAR)
     top_u, below_u = tanh_fraction(u * up_rate, NEAR)
     below = below_g * below_u * (1 + exp2(g * -1.4426950408889634))
@@ -106,7 +104,7 @@ def _scales_assembly(factor: int, offset: int) -> gl.constexpr:
 
 NVFP4_SCALES = _scales_assembly(16, 0x76007600)
 MXFP8_SCALES = _scales_assembly(128, 0x38003800)
-_UNSCALED = gl.constexpr(256.0)  # what is left to multiply: the product of value and scale is 2^-8 of the weight
+UNSCALED = gl.constexpr(256.0)  # what is left to multiply: the product of value and scale is 2^-8 of the weight
 
 
 @gluon.jit
@@ -177,6 +175,16 @@ def _right(x, NVFP4: gl.constexpr, RIGHT: gl.constexpr):
     return gl.convert_layout(gl.reshape(x, [COLUMNS, 8]), RIGHT, assert_trivial=True)
 
 
+@gluon.jit
+@no_type_check
+def _activations(pointers, k, slots, K: gl.constexpr):
+    if K % 256 == 0:
+        x = gl.load(pointers)
+    else:
+        x = gl.load(pointers, mask=(k < K)[:, None] & (slots >= 0)[None, :], other=0.0)
+    return x
+
+
 @triton.jit
 @no_type_check
 def _sync():
@@ -197,55 +205,41 @@ LAUNCH = gl.constexpr("griddepcontrol.launch_dependents; // $0")
 @gluon.jit
 @no_type_check
 def product(
-    x_ptr, word_ptr, scale_ptr, amax_ptr, denominator_ptr, expert_ptr, slot_ptr, weight_ptr, part_ptr,
-    out_ptr, counter_ptr, counters, gate_rate, up_rate, quarter,
-    K: gl.constexpr, TILES: gl.constexpr, STEPS: gl.constexpr, X_STRIDE: gl.constexpr, WIDTH: gl.constexpr,
-    TOP_K: gl.constexpr, NVFP4: gl.constexpr, FIRST: gl.constexpr, ONE: gl.constexpr, PADDED: gl.constexpr,
-    VARIANT: gl.constexpr,
-    NEAR: gl.constexpr,
+    x_ptr, word_ptr, scale_ptr, amax_ptr, denominator_ptr, expert_ptr, slot_ptr, weight_ptr, out_ptr,
+    gate_rate, up_rate, quarter,
+    K: gl.constexpr, TILES: gl.constexpr, STEPS: gl.constexpr, WIDTH: gl.constexpr, TOP_K: gl.constexpr,
+    NVFP4: gl.constexpr, FIRST: gl.constexpr, ONE: gl.constexpr, PADDED: gl.constexpr, NEAR: gl.constexpr,
 ):  # fmt: skip
     """64 rows of one expert against 8 slots: of W13 (FIRST), with SwiGLU, or of W2, times the routing weight.
 
-    ONE: every pair is an item of its own, `slot_ptr` holds the experts' ids, and the k-th program of a token and tile sums.
+    ONE: every pair is an item of its own, and `slot_ptr` holds the experts' ids.
     """
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, k_width=2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, k_width=2)
+    # 8 KB of words at a time: four chunks of NVFP4 and a step, or one of MXFP8 and half a step.
+    WORDS: gl.constexpr = gl.DistributedLinearLayout(
+        [[1], [2], [128], [256]], [[4], [8], [16], [32], [64]], [[512], [1024]], [], [2048]
+    )
     if NVFP4:
         C: gl.constexpr = 4
-        WORDS: gl.constexpr = gl.DistributedLinearLayout(
-            [[1], [2], [128], [256]], [[4], [8], [16], [32], [64]], [[512], [1024]], [], [2048]
-        )
+        COLUMNS: gl.constexpr = 256
         SCALES: gl.constexpr = gl.DistributedLinearLayout([[1]], [[2], [4], [8], [16], [32]], [[64], [128]], [], [256])
         X: gl.constexpr = gl.DistributedLinearLayout(
             [[1, 0], [2, 0], [4, 0], [8, 0], [64, 0], [128, 0]], [[16, 0], [32, 0], [0, 1], [0, 2], [0, 4]],
             [[0, 0], [0, 0]], [], [256, 8]
         )  # fmt: skip
-    elif VARIANT & 16:
+    else:
         C: gl.constexpr = 1
-        WORDS: gl.constexpr = gl.DistributedLinearLayout(
-            [[1], [2], [128], [256]], [[4], [8], [16], [32], [64]], [[512], [1024]], [], [2048]
-        )
+        COLUMNS: gl.constexpr = 128
         SCALES: gl.constexpr = gl.DistributedLinearLayout([], [[1], [2], [4], [8], [16]], [[32], [64]], [], [128])
         X: gl.constexpr = gl.DistributedLinearLayout(
             [[1, 0], [2, 0], [4, 0], [8, 0], [16, 0]], [[32, 0], [64, 0], [0, 1], [0, 2], [0, 4]],
             [[0, 0], [0, 0]], [], [128, 8]
         )  # fmt: skip
-    else:
-        C: gl.constexpr = 2
-        WORDS: gl.constexpr = gl.DistributedLinearLayout(
-            [[1], [2], [128], [256], [512]], [[4], [8], [16], [32], [64]], [[1024], [2048]], [], [4096]
-        )
-        SCALES: gl.constexpr = gl.DistributedLinearLayout([], [[1], [2], [4], [8], [16]], [[32], [64]], [], [128])
-        X: gl.constexpr = gl.DistributedLinearLayout(
-            [[1, 0], [2, 0], [4, 0], [8, 0], [16, 0], [128, 0]], [[32, 0], [64, 0], [0, 1], [0, 2], [0, 4]],
-            [[0, 0], [0, 0]], [], [256, 8]
-        )  # fmt: skip
-    A_STEP: gl.constexpr = WORDS.shape[0]  # words a step of the whole program
+    PARTS: gl.constexpr = 256 // COLUMNS  # of a step
+    UNITS: gl.constexpr = STEPS * PARTS
     S_STEP: gl.constexpr = SCALES.shape[0]
-    HALF: gl.constexpr = VARIANT & 16 != 0
-    COLS: gl.constexpr = 128 if HALF else 256
-    UNITS: gl.constexpr = STEPS * 2 if HALF else STEPS
     tile, item = gl.program_id(0), gl.program_id(1)
     if FIRST:
         _asm(WAIT)
@@ -254,82 +248,60 @@ def product(
     else:
         expert = gl.load(expert_ptr + item)
     if expert >= 0:
-        i = gl.arange(0, A_STEP, layout=WORDS)
-        if HALF:
-            i = i // 512 * 1024 + i % 512
-        words = word_ptr + (expert.to(gl.int64) * TILES + tile) * (UNITS * A_STEP) + i
+        i = gl.arange(0, 2048, layout=WORDS)
+        words = word_ptr + (expert.to(gl.int64) * TILES + tile) * (UNITS * 2048) + (i // 512 * (512 * PARTS) + i % 512)
         scales = scale_ptr + (expert * TILES + tile) * (STEPS * S_STEP) + gl.arange(0, S_STEP, layout=SCALES)
         w, s = gl.load(words), gl.load(scales)
         if not FIRST:
             _asm(WAIT)
-        k = gl.arange(0, COLS, layout=gl.SliceLayout(1, X))
+        k = gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, X))
         if ONE:
             LINE: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
             SHARED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
             memory = gl.allocate_shared_memory(gl.bfloat16, [PADDED], SHARED)
             line = gl.arange(0, PADDED, layout=LINE)
-            _async_load(memory, x_ptr + (item // TOP_K if FIRST else item) * X_STRIDE + line, mask=line < K)
+            _async_load(memory, x_ptr + (item // TOP_K if FIRST else item) * K + line, mask=line < K)
             async_copy.commit_group()
             async_copy.wait_group(0)
             _sync()
             if _OLD:
-                staged = memory._reinterpret(gl.bfloat16, [PADDED // COLS, COLS], SHARED)
+                staged = memory._reinterpret(gl.bfloat16, [PADDED // COLUMNS, COLUMNS], SHARED)
             else:
-                staged = memory.reinterpret(gl.bfloat16, [PADDED // COLS, COLS], SHARED)
+                staged = memory.reinterpret(gl.bfloat16, [PADDED // COLUMNS, COLUMNS], SHARED)
         else:
             slots = gl.load(slot_ptr + item * 8 + gl.arange(0, 8, layout=gl.SliceLayout(0, X)))
             slots = gl.where(slots < 0, ~slots, slots)
-            x_rows = x_ptr + ((slots // TOP_K if FIRST else slots) * X_STRIDE)[None, :] + k[:, None]
+            x_rows = x_ptr + ((slots // TOP_K if FIRST else slots) * K)[None, :] + k[:, None]
+            x = _activations(x_rows, k, slots, K)
         acc = gl.zeros([64, 8], gl.float32, MMA)
-        if VARIANT & 4:
-            x_next = gl.load(x_rows)
-        for step in range(UNITS):
+        for unit in range(UNITS):
+            ahead = gl.minimum(unit + 1, UNITS - 1)
+            w_ahead = words + (ahead // PARTS * (2048 * PARTS) + ahead % PARTS * 512)
+            s_ahead = scales + ahead // PARTS * S_STEP
             if ONE:
-                more = step + 1 < UNITS
-                if HALF:
-                    w_next = gl.load(words + ((step + 1) // 2 * (2 * A_STEP) + (step + 1) % 2 * 512), mask=more)
-                    s_next = gl.load(scales + (step + 1) // 2 * S_STEP, mask=more)
-                else:
-                    w_next = gl.load(words + (step + 1) * A_STEP, mask=more)
-                    s_next = gl.load(scales + (step + 1) * S_STEP, mask=more)
-                if not VARIANT & 1:
-                    _asm(WARP_BARRIER)
-                x = gl.expand_dims(staged.index(step).load(gl.SliceLayout(1, X)), 1)
-                x, _ = gl.broadcast(x, gl.full([COLS, 8], 0, gl.bfloat16, X))
+                more = unit + 1 < UNITS  # loads past the end would compete with those of the next kernel
+                w_next, s_next = gl.load(w_ahead, mask=more), gl.load(s_ahead, mask=more)
+                _asm(WARP_BARRIER)
+                x = gl.expand_dims(staged.index(unit).load(gl.SliceLayout(1, X)), 1)
+                x, _ = gl.broadcast(x, gl.full([COLUMNS, 8], 0, gl.bfloat16, X))
             else:
-                ahead = gl.minimum(step + 1, UNITS - 1)
-                if HALF:
-                    w_next = gl.load(words + (ahead // 2 * (2 * A_STEP) + ahead % 2 * 512))
-                    s_next = gl.load(scales + ahead // 2 * S_STEP)
-                else:
-                    w_next, s_next = gl.load(words + ahead * A_STEP), gl.load(scales + ahead * S_STEP)
-                if VARIANT & 4:
-                    x = x_next
-                    x_next = gl.load(x_rows + ahead * COLS)
-                    if VARIANT & 2:
-                        _asm(WARP_BARRIER)
-                elif K % 256 == 0:
-                    x = gl.load(x_rows + step * COLS)
-                    if VARIANT & 2:
-                        _asm(WARP_BARRIER)
-                else:
-                    x = gl.load(
-                        x_rows + step * COLS, mask=(k + step * COLS < K)[:, None] & (slots >= 0)[None, :], other=0.0
-                    )
-            if HALF:
-                low, high, _, _ = _scales(s >> (step % 2 * 16), NVFP4)
-                low, high = gl.reshape(low, [4, 1, 32]), gl.reshape(high, [4, 1, 32])
-            else:
-                s0, s1, s2, s3 = _scales(s, NVFP4)  # two chunks, r = 0 and 1 of each
+                w_next, s_next = gl.load(w_ahead), gl.load(s_ahead)
+                x_next = _activations(x_rows + ahead * COLUMNS, k + ahead * COLUMNS, slots, K)
+            s0, s1, s2, s3 = _scales(s >> (unit % PARTS * 16), NVFP4)  # of two chunks, r = 0 and 1 of each
+            if NVFP4:
                 low = gl.permute(gl.reshape(gl.join(s0, s2), [4, 32, C]), [0, 2, 1])
                 high = gl.permute(gl.reshape(gl.join(s1, s3), [4, 32, C]), [0, 2, 1])
+            else:
+                low, high = gl.reshape(s0, [4, C, 32]), gl.reshape(s1, [4, C, 32])
             acc = mma_v2(_left(w, low, high, 4, C, NVFP4, LEFT), _right(x, NVFP4, RIGHT), acc)
             w, s = w_next, s_next
+            if not ONE:
+                x = x_next
         _asm(LAUNCH)
         if NVFP4:
-            acc = acc * (gl.load(amax_ptr + expert) / gl.load(denominator_ptr) * 256)
+            acc = acc * (gl.load(amax_ptr + expert) / gl.load(denominator_ptr) * UNSCALED)
         else:
-            acc = acc * 256
+            acc = acc * UNSCALED
         by_row = gl.reshape(acc, [4, 2, 8, 8])  # warp, r, g, n
         if FIRST:
             gate, up = gl.split(gl.permute(by_row, [0, 2, 3, 1]))
@@ -344,22 +316,7 @@ def product(
         if not FIRST:
             y = y * gl.load(weight_ptr + pairs, mask=pairs >= 0, other=0.0)[None, :]
         mask = (pairs >= 0)[None, :] & (rows < WIDTH)[:, None]
-        gl.store(part_ptr + (pairs * WIDTH)[None, :] + rows[:, None], y.to(part_ptr.dtype.element_ty), mask=mask)
-        if ONE and FIRST:
-            if item == 0:
-                for place in range(tile, counters, TILES):
-                    gl.store(counter_ptr + place, 0)
-        if ONE and not FIRST and not VARIANT & 8:
-            _sync()  # all of the program's stores come before its count
-            token = item // TOP_K
-            if gl.atomic_add(counter_ptr + token * TILES + tile, 1, sem="acq_rel") == TOP_K - 1:
-                FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-                row = tile * 64 + gl.arange(0, 64, layout=FLAT)
-                total = gl.zeros([64], gl.float32, FLAT)
-                for choice in gl.static_range(TOP_K):
-                    part = part_ptr + (token * TOP_K + choice) * WIDTH + row
-                    total += gl.load(part, mask=row < WIDTH, other=0.0, cache_modifier=".cg")
-                gl.store(out_ptr + token * WIDTH + row, total.to(out_ptr.dtype.element_ty), mask=row < WIDTH)
+        gl.store(out_ptr + (pairs * WIDTH)[None, :] + rows[:, None], y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @gluon.jit
@@ -381,8 +338,8 @@ def _chunk_scales(packed, u: gl.constexpr, NVFP4: gl.constexpr):
 @no_type_check
 def _tile_product(
     x_ptr, word_ptr, scale_ptr, slots, weight_ptr, out_ptr, tile, left, outer, gate_rate, up_rate, quarter,
-    N: gl.constexpr, STEPS: gl.constexpr, X_STRIDE: gl.constexpr, OUT_STRIDE: gl.constexpr, WIDTH: gl.constexpr,
-    TOP_K: gl.constexpr, NVFP4: gl.constexpr, FIRST: gl.constexpr, LATE: gl.constexpr, DIST: gl.constexpr,
+    N: gl.constexpr, STEPS: gl.constexpr, X_STRIDE: gl.constexpr, WIDTH: gl.constexpr,
+    TOP_K: gl.constexpr, NVFP4: gl.constexpr, FIRST: gl.constexpr,
     NEAR: gl.constexpr,
 ):  # fmt: skip
     """256 rows, 4 tiles of the packed matrix (`left` of them beside the first are there), by N slots."""
@@ -418,40 +375,39 @@ def _tile_product(
     # One buffer each: the compiler would put a barrier between a read and a write of one and the same.
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     memory = (
-        gl.allocate_shared_memory(gl.bfloat16, [N, 64], SHARED), gl.allocate_shared_memory(gl.bfloat16, [N, 64], SHARED),
-        gl.allocate_shared_memory(gl.bfloat16, [N, 64], SHARED), gl.allocate_shared_memory(gl.bfloat16, [N, 64], SHARED),
-    )  # fmt: skip
-    for c in gl.static_range(DIST):
+        gl.allocate_shared_memory(gl.bfloat16, [N, 64], SHARED),
+        gl.allocate_shared_memory(gl.bfloat16, [N, 64], SHARED),
+        gl.allocate_shared_memory(gl.bfloat16, [N, 64], SHARED),
+        gl.allocate_shared_memory(gl.bfloat16, [N, 64], SHARED),
+    )
+    for c in gl.static_range(2):
         _async_load(memory[c], x_rows + c * 64)
         async_copy.commit_group()
     s = gl.load(scales)
     low, high = _chunk_scales(s, 0, NVFP4)
     a = _left(gl.load(words), low, high, 16, 1, NVFP4, LEFT)
+    a_before = a
     w = gl.load(words + PART)
     acc = gl.zeros([256, N], gl.float32, MMA)
     for step in range(STEPS):
         next_step = gl.minimum(step + 1, STEPS - 1)
         s_next = gl.load(scales + next_step * BYTES)
         for u in gl.static_range(4):
-            async_copy.wait_group(DIST - 1)
-            if not LATE:
-                _async_load(
-                    memory[(u + DIST) % 4], x_rows + ((step if u + DIST < 4 else next_step) * 256 + (u + DIST) % 4 * 64)
-                )
-                async_copy.commit_group()
+            async_copy.wait_group(1)
             acc = warpgroup_mma(a, memory[u].permute([1, 0]), acc, is_async=True)
-            if LATE:
-                _async_load(
-                    memory[(u + DIST) % 4], x_rows + ((step if u + DIST < 4 else next_step) * 256 + (u + DIST) % 4 * 64)
-                )
-                async_copy.commit_group()
+            # Two products are in flight, so that one is queued when the other ends. From here the one before is done:
+            # its registers take the next decoded words, and the buffer of its predecessor, which every warp has left,
+            # the next rows.
+            acc, a_before = warpgroup_mma_wait(1, deps=[acc, a_before])
+            after = (step if u < 2 else next_step) * 4 + (u + 2) % 4
+            _async_load(memory[(u + 2) % 4], x_rows + after * 64)
+            async_copy.commit_group()
             if u == 3:
                 s = s_next
             low, high = _chunk_scales(s, (u + 1) % 4, NVFP4)
-            a_next = _left(w, low, high, 16, 1, NVFP4, LEFT)
+            a_before, a = a, _left(w, low, high, 16, 1, NVFP4, LEFT)
             w = gl.load(words + ((step if u < 2 else next_step) * (16 * PART) + (u + 2) % 4 * PART))
-            acc, a = warpgroup_mma_wait(0, deps=[acc, a])
-            a = a_next
+    acc, _ = warpgroup_mma_wait(0, deps=[acc, a_before])
     async_copy.wait_group(0)
     by_row = gl.reshape(acc * outer, [16, 2, 8, N])  # warp, r, g, n
     if FIRST:
@@ -469,7 +425,7 @@ def _tile_product(
     if not FIRST:
         y = y * gl.load(weight_ptr + pairs, mask=pairs >= 0, other=0.0)[None, :]
     mask = (pairs >= 0)[None, :] & (rows < WIDTH)[:, None]
-    gl.store(out_ptr + (pairs * OUT_STRIDE)[None, :] + rows[:, None], y.to(out_ptr.dtype.element_ty), mask=mask)
+    gl.store(out_ptr + (pairs * WIDTH)[None, :] + rows[:, None], y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @gluon.jit
@@ -477,8 +433,8 @@ def _tile_product(
 def tile_product(
     x_ptr, word_ptr, scale_ptr, amax_ptr, denominator_ptr, expert_ptr, slot_ptr, weight_ptr, out_ptr,
     gate_rate, up_rate, quarter,
-    TILES: gl.constexpr, STEPS: gl.constexpr, X_STRIDE: gl.constexpr, OUT_STRIDE: gl.constexpr, WIDTH: gl.constexpr,
-    TOP_K: gl.constexpr, NVFP4: gl.constexpr, FIRST: gl.constexpr, LATE: gl.constexpr, DIST: gl.constexpr,
+    TILES: gl.constexpr, STEPS: gl.constexpr, X_STRIDE: gl.constexpr, WIDTH: gl.constexpr,
+    TOP_K: gl.constexpr, NVFP4: gl.constexpr, FIRST: gl.constexpr,
     NEAR: gl.constexpr,
 ):  # fmt: skip
     """256 rows of one expert against an item of 128 slots, or the first 64 of them where the others are empty.
@@ -499,10 +455,10 @@ def tile_product(
         if gl.load(slots + 64) >= 0:
             _tile_product(
                 x_ptr, words, scales, slots, weight_ptr, out_ptr, tile, TILES - 1 - tile, outer, gate_rate, up_rate,
-                quarter, 128, STEPS, X_STRIDE, OUT_STRIDE, WIDTH, TOP_K, NVFP4, FIRST, LATE, DIST, NEAR,
+                quarter, 128, STEPS, X_STRIDE, WIDTH, TOP_K, NVFP4, FIRST, NEAR,
             )  # fmt: skip
         else:
             _tile_product(
                 x_ptr, words, scales, slots, weight_ptr, out_ptr, tile, TILES - 1 - tile, outer, gate_rate, up_rate,
-                quarter, 64, STEPS, X_STRIDE, OUT_STRIDE, WIDTH, TOP_K, NVFP4, FIRST, LATE, DIST, NEAR,
+                quarter, 64, STEPS, X_STRIDE, WIDTH, TOP_K, NVFP4, FIRST, NEAR,
             )  # fmt: skip
