@@ -4,9 +4,10 @@ Two kernels a token. The first, over r channels, finds the token that was chosen
 updates the state (equations in `dspark`); the share of h in W_J is one product for all tokens, before the loop. The
 second is the logits head's own (`head`): W_2 tanh(o) + U, a tile of the vocabulary a program, and the best of all.
 
-What limits it are the bytes of W_2, 103 MB a token. Programmatic launches keep them coming: a kernel starts while the
-one before it runs out, and reads its first weights before it waits for that one's result. Every other token walks the
-vocabulary backwards, so that what the L2 cache still holds of W_2 is read first.
+What limits it are the bytes of W_2, 103 MB a token. A program walks over tiles and has the next ones on their way while
+it multiplies one; each kernel is launched while the one before it runs out, reads what does not depend on that one, and
+waits for its end itself (programmatic dependent launch, PDL in the code). Every other token walks the vocabulary
+backwards, so that what the L2 cache still holds of W_2 is read first.
 """
 
 from typing import no_type_check

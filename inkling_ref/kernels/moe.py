@@ -5,13 +5,16 @@ has 24 significant bits, a bfloat16 one 8, so three of them carry it whole,
 
 $$ W = W_1 + W_2 + W_3, \qquad W_1 = \mathrm{bf16}(W), \; W_2 = \mathrm{bf16}(W - W_1), \; W_3 = W - W_1 - W_2 $$
 
-and three products with float32 sums are as good as one in float32, at 3/16 of its time. A few rows (decoding) are
-bound by the weight's bytes instead: they read W itself, 4 bytes a number and not 6, and multiply in float32.
-Choosing is a kernel of its own over [N, E] logits, one warp a token: score and id are packed into one integer, so that
-each of the k rounds is a single maximum and ties go to the lower id.
+and three products are as good as one in float32, at 3/16 of its time, if their sums are: the matrix unit truncates where
+it adds, which over 4608 columns and three terms would cost 2^-16 of a logit, so 64 columns at a time are added outside
+it, where sums are rounded. A few rows (decoding) are bound by the weight's bytes instead: they read W itself, 4 bytes a
+number and not 6, and multiply in float32.
 
-**SwiGLU.** One pass over interleaved gate and up columns; tanh is a polynomial near zero, where the form with
-exponentials cancels.
+Choosing is a kernel of its own over partial sums of the logits, [slices, N, E], one warp a token. It is launched while
+the product runs and waits for its end itself (programmatic dependent launch, PDL in the code), which saves the gap
+between two kernels; a decoding step's product starts in the same way within a graph.
+
+**SwiGLU.** One pass over interleaved gate and up columns, with one division for three quotients; see `approximate`.
 """
 
 from typing import no_type_check
@@ -161,14 +164,14 @@ def route(
     (N, D), E = h.shape, weight.shape[0]
     h, bias = h if h.stride(1) == 1 else h.contiguous(), bias.contiguous()
     if N <= _FEW:
-        experts, step, steps = (2, 512, 5) if N == 1 else (4, 128, 9)
+        w, (experts, step, steps) = weight.float().contiguous(), (2, 512, 5) if N == 1 else (4, 128, 9)
         slices = triton.cdiv(D, step * steps)
         logits = torch.empty(slices, N, E, dtype=torch.float32, device=h.device)
         _logits_few[(triton.cdiv(E, experts), slices)](
-            h, weight.float().contiguous(), logits, N, E, h.stride(0), D=D, ROWS=triton.next_power_of_2(N),
-            EXPERTS=experts, STEP=step, STEPS=steps, PDL=not INTERPRETED, num_warps=4,
-            # Only within a graph: there no kernel just before this one writes the weight.
-            launch_pdl=not INTERPRETED and torch.cuda.is_current_stream_capturing(),
+            h, w, logits, N, E, h.stride(0), D=D, ROWS=triton.next_power_of_2(N), EXPERTS=experts, STEP=step,
+            STEPS=steps, PDL=not INTERPRETED, num_warps=4,
+            # Only where no kernel just before this one writes the weight, which is read before the wait: in a graph.
+            launch_pdl=w is weight and not INTERPRETED and torch.cuda.is_current_stream_capturing(),
         )  # fmt: skip
     else:
         terms = prepared(weight, bfloat16_terms if h.dtype == torch.bfloat16 else _one_term).flatten(0, 1)
