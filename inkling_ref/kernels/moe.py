@@ -5,10 +5,10 @@ has 24 significant bits, a bfloat16 one 8, so three of them carry it whole,
 
 $$ W = W_1 + W_2 + W_3, \qquad W_1 = \mathrm{bf16}(W), \; W_2 = \mathrm{bf16}(W - W_1), \; W_3 = W - W_1 - W_2 $$
 
-and three products are as good as one in float32, at 3/16 of its time, if their sums are: the matrix unit truncates where
-it adds, which over 4608 columns and three terms would cost 2^-16 of a logit, so 64 columns at a time are added outside
-it, where sums are rounded. A few rows (decoding) are bound by the weight's bytes instead: they read W itself, 4 bytes a
-number and not 6, and multiply in float32.
+and three products are as good as one in float32, at 3/16 of its time, if their sums are: the matrix unit truncates
+where it adds, which over 4608 columns and three terms would cost 2^-16 of a logit, so the sums of 64 columns at a time
+are added outside it, rounded. A few rows (decoding) are bound by the weight's bytes instead: they read W itself, 4
+bytes a number and not 6, and multiply in float32.
 
 Choosing is a kernel of its own over partial sums of the logits, [slices, N, E], one warp a token. It is launched while
 the product runs and waits for its end itself (programmatic dependent launch, PDL in the code), which saves the gap
