@@ -15,7 +15,8 @@ pytestmark = needs_device
 
 ROUTERS = {  # N, D, E, k
     "one token": (1, 96, 24, 3), "few tokens": (16, 37, 11, 4), "more tokens": (17, 37, 130, 5),
-    "two tiles": (69, 20, 196, 8), "all experts": (5, 9, 7, 7), "long sums": (18, 2501, 9, 4), "few long sums": (2, 2501, 9, 4),
+    "two tiles": (69, 20, 196, 8), "all experts": (5, 9, 7, 7), "few long sums": (2, 2501, 9, 4),
+    "long sums": (18, 2501, 9, 4),
 }  # fmt: skip
 
 

@@ -145,6 +145,11 @@ def _one_term(weight: Float[Tensor, "E D"]) -> Float[Tensor, "1 E columns"]:
     return F.pad(weight.float(), (0, -weight.shape[1] % 8))[None].contiguous()
 
 
+def _slices(tiles: int) -> int:
+    """Programs a tile, so that a large GPU has work for all multiprocessors; few values, each is compiled."""
+    return 16 if tiles <= 16 else 4 if tiles <= 66 else 2
+
+
 def route(
     h: Float[Tensor, "N D"],
     weight: Float[Tensor, "E D"],
@@ -177,9 +182,10 @@ def route(
         terms = prepared(weight, bfloat16_terms if h.dtype == torch.bfloat16 else _one_term).flatten(0, 1)
         h = _aligned(h if h.dtype == torch.bfloat16 else h.float())
         tile, step = (128, 64) if h.dtype == torch.bfloat16 else (64, 32)
-        slices = 2
+        tiles = (triton.cdiv(E, tile), triton.cdiv(N, tile))
+        slices = _slices(tiles[0] * tiles[1])
         logits = torch.empty(slices, N, E, dtype=torch.float32, device=h.device)
-        _logits[(triton.cdiv(E, tile), triton.cdiv(N, tile), slices)](
+        _logits[(*tiles, slices)](
             *(TensorDescriptor.from_tensor(t, [tile, step]) for t in (h, terms)), logits, N, E,
             step * triton.cdiv(D, step * slices), TERMS=len(terms) // E, TILE=tile, STEP=step, STAGES=3, num_warps=8,
         )  # fmt: skip
