@@ -101,7 +101,7 @@ def _convolved(
     if DYNAMIC:
         dynamic_ptr += part * (HEADS * K)
         heads = G - part * HEADS
-        dynamic = load_dynamic(dynamic_ptr, dynamic_t, start, T, head, heads, K, TOKENS, HEADS, PACKED)
+        dynamic = load_dynamic(dynamic_ptr, dynamic_t, start, T, head, heads, K, TOKENS, PACKED)
     if DOCUMENTS:
         positions = load_positions(document_ptr, start, T, TOKENS)
     if N > 0:
@@ -192,11 +192,12 @@ def _prepare(
             )  # fmt: skip
 
 
-def choose_tile(T: int, G: int, d: int) -> Tile:
-    """Up to 16 tokens are one run, so that it can update the state."""
+def choose_tile(T: int, H: int, G: int) -> Tile:
+    """Up to 16 tokens are one run, cut small. Long calls have larger programs: too many would start too slowly."""
     if T <= 16:
-        return Tile(T, 1, 4 if T == 1 else 1, 16)
-    return Tile(8, 2 if G % 2 == 0 and d <= 128 else 1, 2, 16, apart=True)
+        return Tile(T, 1, 8 if T == 1 else 2, 16)
+    heads, q_heads, r_heads = (min(most, triton.next_power_of_2(n)) for most, n in ((4, G), (8, H), (64, H)))
+    return Tile(4, heads, q_heads, r_heads, warps=2)
 
 
 def prepare_qkv(
@@ -235,7 +236,7 @@ def prepare_qkv(
     (B, T, _), (H, d), R, G = q.shape, q_scale.shape, r_scale.shape[1], keys.shape[1]
     q, r, k, v = (u if u.stride(2) == 1 else u.contiguous() for u in (q, r, k, v))
     q_scale, r_scale = q_scale.contiguous(), r_scale.contiguous()
-    tile = tile or choose_tile(T, G, d)
+    tile = tile or choose_tile(T, H, G)
     N = 0 if state is None else state.shape[1]
     dynamic = k_dynamic is not None
     if dynamic:

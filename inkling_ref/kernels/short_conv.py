@@ -92,25 +92,24 @@ def roll_state(
 @no_type_check
 def load_dynamic(
     dynamic_ptr, dynamic_t, start, T, head, heads,
-    K: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, PACKED: tl.constexpr,
+    K: tl.constexpr, TOKENS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """K taps for every token of a run, in turn: each a number for each of the HEADS heads from `dynamic_ptr` on.
+    """K taps for every token of a run, in turn: each a number for every head of the program.
 
     All of them before the first output: a load behind a store would wait for the memory in every token. PACKED: the K
     numbers of a head are loaded as one word of 8 bytes.
     """
     taps = ()
     dynamic_ptr += start.to(tl.int64) * dynamic_t
+    some = tl.full(head.shape, True, tl.int1) & (head < heads)  # the interpreter's & of two comparisons is no mask
     for i in tl.static_range(TOKENS):
         live = start + i < T
         for j in tl.static_range(K):
             if j == 0 or not PACKED:
-                for m in tl.static_range(HEADS):
-                    place = dynamic_ptr + i * dynamic_t + m * K + j
-                    if PACKED:
-                        place = place.to(tl.pointer_type(tl.int64))
-                    one = tl.load(place, mask=live & (m < heads), other=0)
-                    word = one if m == 0 else tl.where(head == m, one, word)
+                place = dynamic_ptr + i * dynamic_t + head * K + j
+                if PACKED:
+                    place = place.to(tl.pointer_type(tl.int64))
+                word = tl.load(place, mask=some & live, other=0)
             tap = word
             if PACKED:
                 tap = (word >> (16 * j)).to(tl.int16).to(dynamic_ptr.dtype.element_ty, bitcast=True)
@@ -177,7 +176,7 @@ def _convolve(
     if DYNAMIC:
         dynamic_row = dynamic_ptr + b * dynamic_b + part * K
         heads = tl.cdiv(C, WIDTH) - part
-        dynamic = load_dynamic(dynamic_row, dynamic_t, start, T, head, heads, K, TOKENS, HEADS, PACKED)
+        dynamic = load_dynamic(dynamic_row, dynamic_t, start, T, head, heads, K, TOKENS, PACKED)
     if DOCUMENTS:
         positions = load_positions(position_ptr + b * T, start, T, TOKENS)
     if N > 0:
@@ -217,11 +216,12 @@ def _launch(
     N = 0 if state is None else state.shape[1]
     tokens = T if T <= _SHORT else _TOKENS
     if dynamic is None:
-        width = min(512 if T > _SHORT else 128, triton.next_power_of_2(C))
+        # A short call of few rows is cut small, one of many rows not: its programs would start too slowly.
+        width = min(64 if T <= _SHORT and B <= 16 else 512, triton.next_power_of_2(C))
         heads, terms = 1, K + 1
     else:
         width = C // dynamic.shape[2]
-        heads, terms = 2 if dynamic.shape[2] % 2 == 0 and width <= 128 else 1, 2 * K + 1
+        heads, terms = min(2, triton.next_power_of_2(dynamic.shape[2])), 2 * K + 1
     block = triton.next_power_of_2(width)
     out = torch.empty(B, T, C, dtype=x.dtype, device=x.device)
     _convolve[(triton.cdiv(C, width * heads), triton.cdiv(T, tokens), B)](
@@ -231,8 +231,8 @@ def _launch(
         K=K, N=N, TOKENS=tokens, HEADS=heads, WIDTH=width, BLOCK=block,
         EVEN=width == block and C % (heads * width) == 0, DYNAMIC=dynamic is not None,
         DOCUMENTS=document_position is not None, WHOLE=tokens == T, PACKED=packed(dynamic),
-        DEPENDENT=not INTERPRETED,
-        num_warps=max(1, heads * block // 256), **({} if INTERPRETED else {"launch_pdl": True}),
+        DEPENDENT=not INTERPRETED, num_warps=max(1, heads * block // (256 if T > _SHORT else 128)),
+        **({} if INTERPRETED else {"launch_pdl": True}),
     )  # fmt: skip
     return out
 
