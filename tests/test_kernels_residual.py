@@ -1,5 +1,7 @@
 """Contract of the kernels on the depth state."""
 
+import re
+
 import pytest
 import torch
 from helpers import relative_rms
@@ -7,6 +9,7 @@ from kernel_contract import DEVICE, DTYPES, bound, dtypes, needs_device, placed,
 
 from inkling_ref import fused, residual
 from inkling_ref.kernels import residual as residual_kernel
+from inkling_ref.kernels import residual_hopper
 
 pytestmark = needs_device
 
@@ -25,15 +28,25 @@ def holds(actual, eager, exact, dtype):
 @pytest.mark.parametrize("queries", [None, 1, 3], ids=["unmixed", "1 query", "3 queries"])
 def test_mix_and_norm(queries, D, n, dtype):
     count = queries or 2
-    sources = placed(3 * torch.randn(2, 3 if DEVICE == "cpu" else 67, n, D), dtype)  # on a GPU: bursts, not clusters
+    T = 67 if DEVICE == "cuda" else 1  # there bursts of tokens, and clusters for a few
+    sources = placed(3 * torch.randn(2, T, n, D), dtype)
     weights = [placed(torch.randn(D), dtype) for _ in range(count)]
     q = None if queries is None else placed(1.5 * torch.randn(*([count] if count > 1 else []), D), torch.float32)
     wide_q = None if q is None else q.double()
     exact = residual.mix_and_norm(sources.double(), wide_q, [w.double() for w in weights], 1e-5, torch.float64)
     eager = residual.mix_and_norm(sources, q, weights, 1e-5, dtype)
     holds(residual_kernel.mix_and_norm(sources, q, weights, 1e-5, dtype), eager, exact, dtype)
-    few = residual_kernel.mix_and_norm(sources[:, :2], q, weights, 1e-5, dtype)  # strided rows
-    holds(few, [b[:, :2] for b in eager], [c[:, :2] for c in exact], dtype)
+    if T > 1:
+        few = residual_kernel.mix_and_norm(sources[:, :2], q, weights, 1e-5, dtype)
+        holds(few, [b[:, :2] for b in eager], [c[:, :2] for c in exact], dtype)
+
+
+def test_strided_tokens():
+    sources, q, w = placed(torch.randn(2, 5, 4, 37)), placed(torch.randn(37)), placed(torch.randn(37))
+    part = sources[:, 1:3, 1:]
+    (expected,) = residual.mix_and_norm(part, q, [w], 1e-5, torch.float32)
+    (actual,) = residual_kernel.mix_and_norm(part, q, [w], 1e-5, torch.float32)
+    assert relative_rms(actual, expected) < 1e-6
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
@@ -65,7 +78,7 @@ def test_released_width(queries, tokens, running_sum, dtype):
 )
 @pytest.mark.parametrize("D", [37, 576], ids="D {}".format)
 def test_join_and_mix(D, T, rows, rejected, count, queries, opens, ends, dtype):
-    B, K = 3, 4
+    B, K = 3 if rejected else 2, 4
     wide = torch.float32
     blocks = torch.randn(B, T, count + 2, D)
     blocks[:, :, count:] = torch.nan  # not there yet
@@ -98,3 +111,66 @@ def test_join_and_mix(D, T, rows, rejected, count, queries, opens, ends, dtype):
     assert not ends or torch.equal(partial[0], partial[0].to(dtype).float())
     assert torch.equal(after["state"], eager_after["state"])
     assert torch.equal(after["blocks"].nan_to_num(7), eager_after["blocks"].nan_to_num(7))
+
+
+def emulate(ptx, V, blocks, warps, values):
+    """What the PTX of `sums_ptx` does with [blocks, warps, 32, V] inputs: the outputs, of the same shape."""
+    lane = torch.arange(32)
+    shape = blocks, warps, 32
+    registers = {
+        "%laneid": lane.expand(shape),
+        "%tid.x": (32 * torch.arange(warps)[:, None] + lane).expand(shape),
+        "%cluster_ctarank": torch.arange(blocks)[:, None, None].expand(shape),
+        "box": torch.zeros(shape, dtype=torch.long),
+        "0f00000000": torch.zeros(shape, dtype=torch.float64),
+    } | {f"${V + v}": values[..., v] for v in range(V)}
+    boxes = torch.full((blocks, blocks * warps * V), torch.nan, dtype=torch.float64)
+    away = 1 << 32  # an address in another block holds its rank above this bit
+
+    def read(name):
+        return registers[name] if name in registers else torch.full(shape, int(name))
+
+    compute = {
+        "mov": lambda a: a,
+        "shr": lambda a, b: a >> b,
+        "shl": lambda a, b: a << b,
+        "and": lambda a, b: a & b,
+        "add": lambda a, b: a + b,
+        "mad": lambda a, b, c: a * b + c,
+        "setp": lambda a, b, both=True: (a < b) & both,
+        "setp.ne": lambda a, b: a != b,
+        "selp": lambda a, b, p: torch.where(p, a, b),
+        "shfl": lambda a, other, *_: a.gather(-1, other),
+        "mapa": lambda a, rank: a + away * (rank + 1),
+    }
+    for line in ptx.splitlines():
+        guard, code = re.fullmatch(r"(@p )?(.*?);?", line).groups()
+        op, _, operands = code.partition(" ")
+        if op[0] in ".{}" or op.startswith("bar"):  # every line is done by all threads before the next
+            continue
+        out, *operands = re.sub(r"[][]", "", operands).split(", ")
+        kind = "setp.ne" if op.startswith("setp.ne") else op.split(".")[0]
+        if kind == "st":
+            at, x = read(out), read(operands[0])
+            own = torch.arange(blocks)[:, None, None].expand(shape)
+            boxes[torch.where(at >= away, at // away - 1, own), at % away // 4] = x
+            continue
+        if kind == "ld":
+            base, offset = operands[0].split(" + ")
+            at = ((read(base) + int(offset)) // 4).clamp(max=boxes.shape[1] - 1)
+            result = boxes.gather(1, at.flatten(1)).view(shape)
+        else:
+            given = [read(name) for name in operands]
+            if op.startswith("shfl.sync.bfly"):
+                given[1] = lane ^ given[1]
+            result = compute[kind](*given)
+        registers[out] = torch.where(registers["p"], result, registers[out]) if guard else result
+    return torch.stack([registers[f"${v}"] for v in range(V)], dim=-1)
+
+
+@pytest.mark.parametrize(("V", "blocks", "warps"), [(1, 1, 8), (18, 1, 8), (36, 1, 2), (5, 4, 1), (20, 8, 4)])
+def test_sums_of_the_hopper_kernels(V, blocks, warps):
+    """Their exchange is inline PTX, which no interpreter runs: every thread gets the sums over all threads."""
+    values = torch.randn(blocks, warps, 32, V, dtype=torch.float64)
+    actual = emulate(residual_hopper.sums_ptx(V, blocks, warps, True), V, blocks, warps, values)
+    assert relative_rms(actual, values.sum(dim=(0, 1, 2)).expand_as(actual)) < 1e-12

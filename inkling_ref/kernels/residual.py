@@ -31,12 +31,13 @@ from . import INTERPRETED, LOG2E, prepared, processors, require
 from .short_conv import rolling_short_conv, token_major
 
 _CHUNK: int = 512
-_WARPS: int = 8
-_REGISTERS: int = 128  # a thread may use: two programs a processor for three queries, three for one
-_CLUSTER_TOKENS: int = 32  # up to here a cluster a token
-_CLUSTER: dict[str, int] = {"CTAS": 8, "WARPS": 4, "VEC": 8}
-# queries -> warps, buffers, programs a processor, whether queries stay in registers
-_BURSTS: dict[bool, tuple[int, int, int, bool]] = {False: (8, 1, 2, True), True: (8, 2, 1, True)}
+# One query, or more: warps of a program, and registers that a thread may use.
+_PROGRAMS: dict[bool, tuple[int, int]] = {False: (4, 160), True: (8, 255)}
+_FEW: int = 24  # tokens, up to which a cluster takes each
+_FEW_TO_JOIN: int = 128
+_CLUSTER: tuple[int, int, int] = (8, 4, 8)  # its multiprocessors, their warps, channels of a thread
+# One query, or more: warps of a program, its buffers, programs a processor, chunks of the queries held and near.
+_BURSTS: dict[bool, tuple[int, int, int, int, int]] = {False: (8, 1, 2, 9, 0), True: (8, 1, 2, 2, 4)}
 _SHARED_BYTES: int = 227 * 1024  # of a processor
 
 
@@ -220,29 +221,61 @@ def _launch(
     queries = None if queries is None else queries.contiguous()
     out = torch.empty(Q, B, T, D, dtype=dtype, device=partial.device)
     hopper = None if queries is None else _hopper(partial.device)
-    scales = SOURCE_EPS, eps, LOG2E / math.sqrt(D)
-    if hopper is not None and N <= _CLUSTER_TOKENS and D <= 8192:
+    if hopper is not None and N <= _FEW and D <= 8192:
         _cluster(
             hopper, None, None, None, None, blocks, partial, n, queries, norm_weights, out, eps, block_t, partial_t
         )
         return list(out.unbind(0))
-    warps, buffers, programs, hold = _BURSTS[Q > 1]
-    shared = buffers * programs * D * (n * blocks.element_size() + partial.element_size())
-    aligned = all(t.data_ptr() % 16 == 0 for t in (blocks, partial)) and block_t % 8 == partial_t % 8 == 0
-    if hopper is not None and D % _CHUNK == 0 and shared <= _SHARED_BYTES - 4096 and aligned:
-        hopper.mix_bursts[(min(N, programs * processors(out.device)),)](
-            blocks, partial, queries, tuple(norm_weights), out, N, block_t, partial_t, *scales,
-            D=D, n=n, Q=Q, L=hopper.layout(1, warps, _CHUNK // (32 * warps)), COPY=hopper.copy_layout(_CHUNK, warps),
-            CHUNK=_CHUNK, WARPS=warps, BUFFERS=buffers, HOLD=hold, num_warps=warps,
-        )  # fmt: skip
+    if hopper is not None and _bursts(hopper, blocks, partial, queries, norm_weights, out, eps, block_t, partial_t):
         return list(out.unbind(0))
-    chunk = min(_CHUNK, triton.next_power_of_2(D))
-    _mix_and_norm[(N,)](
-        partial, blocks, partial, queries, tuple(norm_weights), out, N, n, 0, block_t, partial_t, *scales,
-        D=D, Q=Q, CHUNK=chunk, MIX=queries is not None, JOIN=False, OPENS=False, ENDS=False, STAGES=3,
-        num_warps=max(1, min(_WARPS, D // 512)), maxnreg=_REGISTERS,
-    )  # fmt: skip
+    _programs(None, blocks, partial, n, queries, norm_weights, out, eps, block_t, partial_t)
     return list(out.unbind(0))
+
+
+def _programs(
+    y: Tensor | None, blocks: Tensor, partial: Tensor, n: int, queries: Tensor | None, norm_weights: list[Tensor],
+    out: Tensor, eps: float, block_t: int, partial_t: int, opens: bool = False, ends: bool = False,
+) -> None:  # fmt: skip
+    """`_mix_and_norm`, on any GPU and for any sizes; without y of the sources as they are."""
+    D, Q = out.shape[-1], len(norm_weights)
+    N = out[0, ..., 0].numel()
+    warps, registers = _PROGRAMS[Q > 1]
+    _mix_and_norm[(N,)](
+        y, blocks, partial, queries, tuple(norm_weights), out, N, n, D, block_t, partial_t, SOURCE_EPS, eps,
+        LOG2E / math.sqrt(D),
+        D=D, Q=Q, CHUNK=min(_CHUNK, triton.next_power_of_2(D)), MIX=queries is not None, JOIN=y is not None,
+        OPENS=opens, ENDS=ends, STAGES=3, num_warps=max(1, min(warps, D // 512)), maxnreg=registers,
+    )  # fmt: skip
+
+
+def _bursts(
+    hopper: ModuleType, blocks: Tensor, partial: Tensor, queries: Tensor, norm_weights: list[Tensor], out: Tensor,
+    eps: float, block_t: int, partial_t: int,
+) -> bool:  # fmt: skip
+    """`mix_bursts` of many tokens; False where whole tokens do not fit into shared memory or cannot be copied there."""
+    n, D, Q, N = blocks.shape[2], out.shape[-1], len(norm_weights), out[0, ..., 0].numel()
+    warps, buffers, programs, hold, near = _BURSTS[Q > 1]
+    chunk = 64 * warps
+    hold = min(hold, D // chunk)
+    near = min(near, D // chunk - hold)
+    shared = buffers * D * (n * blocks.element_size() + partial.element_size()) + near * Q * chunk * 4 + 2304
+    aligned = all(t.data_ptr() % 16 == 0 for t in (blocks, partial)) and block_t % 16 == partial_t % 16 == 0
+    if D % chunk or programs * shared > _SHARED_BYTES or not aligned:
+        return False
+    words, strides, copies = [], [], []
+    for t, stride in ((blocks, block_t), (partial, partial_t)):
+        pairs = t.dtype == torch.bfloat16  # as words of two
+        words.append(t.view(torch.int32) if pairs else t)
+        strides.append(stride // 2 if pairs else stride)
+        copies.append(hopper.copy_layout(chunk // 2 if pairs else chunk, words[-1].element_size(), warps))
+    hopper.mix_bursts[(min(N, programs * processors(out.device)),)](
+        *words, queries, tuple(norm_weights), out, N, *strides, SOURCE_EPS, eps, LOG2E / math.sqrt(D),
+        D=D, n=n, Q=Q, WARPS=warps, BUFFERS=buffers, HOLD=hold, NEAR=near, ONE=hopper.layout(1, warps, 1),
+        TWO=hopper.layout(1, warps, 2), BLOCK_COPY=copies[0], LAST_COPY=copies[1],
+        QUERY_COPY=hopper.copy_layout(chunk, queries.element_size(), warps), num_warps=warps,
+        maxnreg=min(255, 65536 // (programs * 32 * warps)),
+    )  # fmt: skip
+    return True
 
 
 def _cluster(
@@ -255,14 +288,14 @@ def _cluster(
     N = out[0, ..., 0].numel()
     K = 0 if weight is None else weight.shape[-1]
     taps = None if weight is None else prepared(weight, token_major)
-    ctas, warps, vec = _CLUSTER["CTAS"], _CLUSTER["WARPS"], _CLUSTER["VEC"]
+    ctas, warps, vec = _CLUSTER
     hopper.mix_cluster[(N,)](
         y, state, rejected, taps, blocks, partial, queries, tuple(norm_weights), out, N,
         0 if y is None else D, 0 if state is None else state.stride(0), block_t, partial_t, 1 / math.sqrt(K + 1),
         SOURCE_EPS, eps, LOG2E / math.sqrt(D),
         D=D, n=n, Q=Q, K=K, ROWS=0 if state is None else state.shape[1], JOIN=y is not None, OPENS=opens, ENDS=ends,
-        L=hopper.layout(ctas, warps, vec), CTAS=ctas, WARPS=warps, VEC=vec, WAIT=2, num_warps=warps, num_ctas=ctas,
-        launch_pdl=True,
+        L=hopper.layout(ctas, warps, vec), ONE=hopper.layout(ctas, warps, 1), CTAS=ctas, WARPS=warps, VEC=vec,
+        num_warps=warps, num_ctas=ctas, launch_pdl=True,
     )  # fmt: skip
 
 
@@ -325,7 +358,7 @@ def join_and_mix(
     (same, block_t), (sum_, partial_t) = _by_token(blocks), _by_token(partial)
     if same is not blocks or sum_ is not partial:
         raise InputError("triton join_and_mix: strided blocks or running sum, expected tokens one distance apart")
-    hopper = _hopper(y.device) if N <= _CLUSTER_TOKENS and D <= 8192 else None
+    hopper = _hopper(y.device) if N <= _FEW_TO_JOIN and D <= 8192 else None
     if hopper is None or T > 1 or state[0].stride() != (D, 1):
         y, state, weight, rejected = rolling_short_conv(y, state, weight, rejected), None, None, None
     y, queries = y.contiguous(), queries.contiguous()
@@ -336,10 +369,5 @@ def join_and_mix(
             partial_t, opens_block, ends_layer,
         )  # fmt: skip
         return list(out.unbind(0))
-    _mix_and_norm[(N,)](
-        y, blocks, partial, queries, tuple(norm_weights), out, N, count, D, block_t, partial_t, SOURCE_EPS, eps,
-        LOG2E / math.sqrt(D),
-        D=D, Q=Q, CHUNK=min(_CHUNK, triton.next_power_of_2(D)), MIX=True, JOIN=True, OPENS=opens_block,
-        ENDS=ends_layer, STAGES=3, num_warps=max(1, min(_WARPS, D // 512)), maxnreg=_REGISTERS,
-    )  # fmt: skip
+    _programs(y, blocks, partial, count, queries, norm_weights, out, eps, block_t, partial_t, opens_block, ends_layer)
     return list(out.unbind(0))

@@ -11,7 +11,7 @@ of x x; then one exchange of all these sums, the softmax, the mixtures, and a se
   between two sublayers: the short convolution with its rolling state, and the running sum.
 """
 
-# ruff: noqa: RUF005 (Triton joins tuples with +, and does not know *)
+# ruff: noqa: RUF005, RET505 (Triton joins tuples with +, does not know *, and wants an else after a return)
 
 from typing import no_type_check
 
@@ -162,124 +162,168 @@ def _weights(sums, source_eps, score_scale, D: gl.constexpr, n: gl.constexpr, Q:
 
 @gluon.jit
 @no_type_check
-def _copy(memory, pointer, buffer, ROWS: gl.constexpr, L: gl.constexpr, CHUNK: gl.constexpr):
-    """Adjacent rows of CHUNK elements, on their way to shared memory."""
-    c = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, L))
-    for k in gl.static_range(len(_pieces(ROWS))):
-        row = gl.arange(0, _pieces(ROWS)[k][1], layout=gl.SliceLayout(1, L)) + _pieces(ROWS)[k][0]
-        _async_load(memory[k].index(buffer), pointer + row[:, None] * CHUNK + c[None, :])
-
-
-@gluon.jit
-@no_type_check
-def _allocate(dtype: gl.constexpr, ROWS: gl.constexpr, BUFFERS: gl.constexpr, CHUNK: gl.constexpr):
+def _allocate(pointer, ROWS: gl.constexpr, BUFFERS: gl.constexpr, CHUNK: gl.constexpr):
+    dtype: gl.constexpr = pointer.dtype.element_ty
+    WIDTH: gl.constexpr = CHUNK // 2 if dtype == gl.int32 else CHUNK
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     memory = ()
     for k in gl.static_range(len(_pieces(ROWS))):
-        memory = memory + (gl.allocate_shared_memory(dtype, [BUFFERS, _pieces(ROWS)[k][1], CHUNK], plain),)
+        memory = memory + (gl.allocate_shared_memory(dtype, [BUFFERS, _pieces(ROWS)[k][1], WIDTH], plain),)
     return memory
 
 
 @gluon.jit
 @no_type_check
-def _row(memory, buffer, row: gl.constexpr, ROWS: gl.constexpr, L: gl.constexpr):
-    place: gl.constexpr = _place(ROWS, row)
-    return memory[place[0]].index(buffer).slice(place[1], 1).load(L).to(gl.float32)
+def _copy(memory, pointer, buffer, ROWS: gl.constexpr, COPY: gl.constexpr):
+    """Adjacent rows, on their way to shared memory."""
+    WIDTH: gl.constexpr = memory[0].shape[2]
+    c = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, COPY))
+    for k in gl.static_range(len(_pieces(ROWS))):
+        row = gl.arange(0, _pieces(ROWS)[k][1], layout=gl.SliceLayout(1, COPY)) + _pieces(ROWS)[k][0]
+        _async_load(memory[k].index(buffer), pointer + row[:, None] * WIDTH + c[None, :])
 
 
 @gluon.jit
 @no_type_check
 def _send(
     blocks, last, block_ptr, partial_ptr, token, N, buffer, block_t, partial_t,
-    n: gl.constexpr, C: gl.constexpr, COPY: gl.constexpr, CHUNK: gl.constexpr,
+    n: gl.constexpr, C: gl.constexpr, BLOCK_COPY: gl.constexpr, LAST_COPY: gl.constexpr,
 ):  # fmt: skip
     """A token's sources on their way to one buffer: n blocks and the running sum."""
     if token < N:
-        _copy(blocks, block_ptr + token * block_t, buffer, n * C, COPY, CHUNK)
-        _copy(last, partial_ptr + token * partial_t, buffer, C, COPY, CHUNK)
+        if n > 0:
+            _copy(blocks, block_ptr + token * block_t, buffer, n * C, BLOCK_COPY)
+        _copy(last, partial_ptr + token * partial_t, buffer, C, LAST_COPY)
     async_copy.commit_group()  # an empty group too: groups are counted
+
+
+@gluon.jit
+@no_type_check
+def _halves(x, ONE: gl.constexpr):
+    """Even and odd channels, each a thread's own."""
+    even, odd = gl.split(x.to(gl.float32).reshape([1, x.shape[1] // 2, 2]))
+    return gl.convert_layout(even, ONE, assert_trivial=True), gl.convert_layout(odd, ONE, assert_trivial=True)
+
+
+@gluon.jit
+@no_type_check
+def _pair(memory, buffer, row: gl.constexpr, ROWS: gl.constexpr, ONE: gl.constexpr, TWO: gl.constexpr):
+    """Two channels of each thread, from one chunk of a row."""
+    place: gl.constexpr = _place(ROWS, row)
+    chunk = memory[place[0]].index(buffer).slice(place[1], 1)
+    if chunk.dtype == gl.int32:  # a word is two bfloat16, and a bfloat16 the upper half of a float32
+        word = chunk.load(ONE)
+        return (word << 16).to(gl.float32, bitcast=True), (word & -65536).to(gl.float32, bitcast=True)
+    else:
+        return _halves(chunk.load(TWO), ONE)
+
+
+@gluon.jit
+@no_type_check
+def _queries(query_ptr, c: gl.constexpr, o, D: gl.constexpr, Q: gl.constexpr, ONE: gl.constexpr):
+    q = ()
+    for i in gl.static_range(Q):
+        q = q + _halves(gl.load(query_ptr + i * D + c * o.shape[1] + o, eviction_policy="evict_last"), ONE)
+    return q
 
 
 @gluon.jit
 @no_type_check
 def mix_bursts(
     block_ptr, partial_ptr, query_ptr, weight_ptrs, out_ptr, N, block_t, partial_t, source_eps, norm_eps, score_scale,
-    D: gl.constexpr, n: gl.constexpr, Q: gl.constexpr, L: gl.constexpr, COPY: gl.constexpr, CHUNK: gl.constexpr,
-    WARPS: gl.constexpr, BUFFERS: gl.constexpr, HOLD: gl.constexpr,
+    D: gl.constexpr, n: gl.constexpr, Q: gl.constexpr, WARPS: gl.constexpr, BUFFERS: gl.constexpr, HOLD: gl.constexpr,
+    NEAR: gl.constexpr, ONE: gl.constexpr, TWO: gl.constexpr, BLOCK_COPY: gl.constexpr, LAST_COPY: gl.constexpr,
+    QUERY_COPY: gl.constexpr,
 ):  # fmt: skip
-    """n blocks and the running sum of every token; HOLD: the queries stay in registers."""
-    C: gl.constexpr = D // CHUNK  # chunks of a row: a thread has VEC neighbouring channels of each
+    """n blocks and the running sum of every token; int32 stands for two bfloat16, strides count elements of the type.
+
+    HOLD: so many chunks of the queries stay in registers, the NEAR next in shared memory; every token reads the others
+    again (from a cache).
+    """
     THREADS: gl.constexpr = 32 * WARPS
-    VEC: gl.constexpr = CHUNK // THREADS
-    blocks = _allocate(block_ptr.dtype.element_ty, n * C, BUFFERS, CHUNK)
-    last = _allocate(partial_ptr.dtype.element_ty, C, BUFFERS, CHUNK)
+    CHUNK: gl.constexpr = 2 * THREADS
+    C: gl.constexpr = D // CHUNK  # chunks of a row: a thread has two neighbouring channels of each
+    V: gl.constexpr = (n + 1) * (Q + 1)
+    blocks, last = _allocate(block_ptr, n * C, BUFFERS, CHUNK), _allocate(partial_ptr, C, BUFFERS, CHUNK)
+    near = ()
+    if NEAR > 0:
+        for i in gl.static_range(Q):
+            near = near + (_allocate(query_ptr, NEAR, 1, CHUNK),)
+            _copy(near[i], query_ptr + i * D + HOLD * CHUNK, 0, NEAR, QUERY_COPY)
     first, step = gl.program_id(0).to(gl.int64), gl.num_programs(0)
     for k in gl.static_range(BUFFERS):
-        _send(blocks, last, block_ptr, partial_ptr, first + k * step, N, k, block_t, partial_t, n, C, COPY, CHUNK)
-    o = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, L))[None, :]
+        token = first + k * step
+        _send(blocks, last, block_ptr, partial_ptr, token, N, k, block_t, partial_t, n, C, BLOCK_COPY, LAST_COPY)
+    o = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, TWO))[None, :]
     q = ()
-    if HOLD:
-        for i in gl.static_range(Q):
-            for c in gl.static_range(C):
-                q = q + (gl.load(query_ptr + i * D + c * CHUNK + o).to(gl.float32),)
-    zero = gl.zeros([1, CHUNK], gl.float32, L)
+    for c in gl.static_range(HOLD):
+        q = q + _queries(query_ptr, c, o, D, Q, ONE)
+    zero = gl.zeros([1, THREADS], gl.float32, ONE)
     buffer = 0
     for token in range(first, N, step):
+        q_next = ()
+        if HOLD + NEAR == 0:
+            q_next = _queries(query_ptr, 0, o, D, Q, ONE)
         async_copy.wait_group(BUFFERS - 1)
-        parts = (zero,) * ((n + 1) * (Q + 1))
+        parts = (zero,) * V
         for c in gl.static_range(C):
-            q_c = ()
-            for i in gl.static_range(Q):
-                if HOLD:
-                    q_c = q_c + (q[i * C + c],)
-                else:
-                    q_c = q_c + (gl.load(query_ptr + i * D + c * CHUNK + o).to(gl.float32),)
+            if c < HOLD:
+                q_c = q[2 * Q * c : 2 * Q * (c + 1)]
+            elif c < HOLD + NEAR:
+                q_c = ()
+                for i in gl.static_range(Q):
+                    q_c = q_c + _pair(near[i], 0, c - HOLD, NEAR, ONE, TWO)
+            else:
+                q_c = q_next
+            if c + 1 >= HOLD + NEAR and c + 1 < C:  # read one chunk ahead of their use
+                q_next = _queries(query_ptr, c + 1, o, D, Q, ONE)
             new = ()
             for j in gl.static_range(n + 1):
                 if j < n:
-                    x = _row(blocks, buffer, j * C + c, n * C, L)
+                    even, odd = _pair(blocks, buffer, j * C + c, n * C, ONE, TWO)
                 else:
-                    x = _row(last, buffer, c, C, L)
-                new = new + (parts[j * (Q + 1)] + x * x,)
+                    even, odd = _pair(last, buffer, c, C, ONE, TWO)
+                new = new + (parts[j * (Q + 1)] + even * even + odd * odd,)
                 for i in gl.static_range(Q):
-                    new = new + (parts[j * (Q + 1) + 1 + i] + x * q_c[i],)
+                    new = new + (parts[j * (Q + 1) + 1 + i] + even * q_c[2 * i] + odd * q_c[2 * i + 1],)
             parts = new
-        own = ()
-        for k in gl.static_range((n + 1) * (Q + 1)):
-            own = own + (_own(parts[k], 1, THREADS, VEC),)
-        weights, totals = _weights(
-            _all_sums(own, (n + 1) * (Q + 1), 1, WARPS, True), source_eps, score_scale, D, n + 1, Q
-        )
+        sums = _all_sums(parts, V, 1, WARPS, True)
+        weights, totals = _weights(sums, source_eps, score_scale, D, n + 1, Q)
+        # The second reading: hidden from the compiler, which would keep all sources in registers instead.
+        again = buffer + gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], gl.int32, is_pure=False, pack=1)
         mixed, squares = (), (zero,) * Q
         for c in gl.static_range(C):
-            y = (zero,) * Q
+            y = (zero,) * (2 * Q)
             for j in gl.static_range(n + 1):
                 if j < n:
-                    x = _row(blocks, buffer, j * C + c, n * C, L)
+                    even, odd = _pair(blocks, again, j * C + c, n * C, ONE, TWO)
                 else:
-                    x = _row(last, buffer, c, C, L)
+                    even, odd = _pair(last, again, c, C, ONE, TWO)
                 new = ()
                 for i in gl.static_range(Q):
-                    new = new + (y[i] + x * _wide(weights[i * (n + 1) + j], 1, THREADS, VEC, L),)
+                    weight = weights[i * (n + 1) + j]
+                    new = new + (y[2 * i] + even * weight, y[2 * i + 1] + odd * weight)
                 y = new
             new = ()
             for i in gl.static_range(Q):
-                new = new + (squares[i] + y[i] * y[i],)
+                new = new + (squares[i] + y[2 * i] * y[2 * i] + y[2 * i + 1] * y[2 * i + 1],)
             squares = new
             mixed = mixed + y
         following = token + BUFFERS * step
-        _send(blocks, last, block_ptr, partial_ptr, following, N, buffer, block_t, partial_t, n, C, COPY, CHUNK)
-        own, w = (), ()  # all weights before the first store: a load does not overtake a store
+        _send(
+            blocks, last, block_ptr, partial_ptr, following, N, buffer, block_t, partial_t, n, C, BLOCK_COPY, LAST_COPY
+        )
+        w = ()  # all before the first store: a load does not overtake a store
         for i in gl.static_range(Q):
-            own = own + (_own(squares[i], 1, THREADS, VEC),)
             for c in gl.static_range(C):
-                w = w + (gl.load(weight_ptrs[i] + c * CHUNK + o),)
-        sums = _all_sums(own, Q, 1, WARPS, False)
+                w = w + (gl.load(weight_ptrs[i] + c * CHUNK + o, eviction_policy="evict_first"),)
+        sums = _all_sums(squares, Q, 1, WARPS, False)
         for i in gl.static_range(Q):
             inverse = gl.rsqrt(sums[i] / (totals[i] * totals[i]) / D + norm_eps) / totals[i]
-            inverse = _wide(inverse, 1, THREADS, VEC, L)
             for c in gl.static_range(C):
-                y = mixed[c * Q + i] * inverse * w[i * C + c].to(gl.float32)
+                y = mixed[2 * (c * Q + i)] * inverse, mixed[2 * (c * Q + i) + 1] * inverse
+                y = gl.convert_layout(gl.join(y[0], y[1]).reshape([1, CHUNK]), TWO, assert_trivial=True)
+                y *= w[i * C + c].to(gl.float32)
                 gl.store(out_ptr + (i * N + token) * D + c * CHUNK + o, y.to(out_ptr.dtype.element_ty))
         if BUFFERS > 1:
             buffer = (buffer + 1) % BUFFERS
@@ -293,25 +337,42 @@ def _ptx(code: gl.constexpr):
 
 @gluon.jit
 @no_type_check
+def _prefetch(pointers):
+    """A sector for each thread, into the L2 cache."""
+    code: gl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
+    gl.inline_asm_elementwise(code, "=r,l", [pointers], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+@no_type_check
 def mix_cluster(
     y_ptr, state_ptr, rejected_ptr, tap_ptr, block_ptr, partial_ptr, query_ptr, weight_ptrs, out_ptr, N, y_t, state_b,
     block_t, partial_t, conv_scale, source_eps, norm_eps, score_scale,
     D: gl.constexpr, n: gl.constexpr, Q: gl.constexpr, K: gl.constexpr, ROWS: gl.constexpr, JOIN: gl.constexpr,
-    OPENS: gl.constexpr, ENDS: gl.constexpr, L: gl.constexpr, CTAS: gl.constexpr, WARPS: gl.constexpr,
-    VEC: gl.constexpr, WAIT: gl.constexpr,
+    OPENS: gl.constexpr, ENDS: gl.constexpr, L: gl.constexpr, ONE: gl.constexpr, CTAS: gl.constexpr,
+    WARPS: gl.constexpr, VEC: gl.constexpr,
 ):  # fmt: skip
     """JOIN: y joins the running sum; with a state of ROWS > 0 rows it passes through its convolution first."""
     THREADS: gl.constexpr = 32 * WARPS
     PART: gl.constexpr = (D + CTAS * VEC - 1) // (CTAS * VEC) * VEC  # a block's channels
     gl.static_assert(PART <= THREADS * VEC)
     _ptx("barrier.cluster.arrive.relaxed.aligned;")
-    if WAIT == 1:  # launched before the kernel in front of it has ended
-        _ptx("griddepcontrol.wait; griddepcontrol.launch_dependents;")
     token = gl.program_id(0).to(gl.int64)
     block = gl.arange(0, CTAS, layout=gl.SliceLayout(1, L))[:, None]
     c = gl.arange(0, THREADS * VEC, layout=gl.SliceLayout(0, L))[None, :]
     o = block * PART + c
     live = (c < PART) & (o < D)
+    # Launched before the kernel in front of this one has ended: until then the parameters come nearer.
+    spot = gl.arange(0, CTAS, layout=gl.SliceLayout(1, ONE))[:, None] * PART
+    spot += gl.arange(0, THREADS, layout=gl.SliceLayout(0, ONE))[None, :] * VEC
+    spot = gl.minimum(spot, D - 1)
+    for i in gl.static_range(Q):
+        _prefetch(query_ptr + i * D + spot)
+        _prefetch(weight_ptrs[i] + spot)
+    if ROWS > 0:
+        for j in gl.static_range(K):
+            _prefetch(tap_ptr + j * D + spot)
+    _ptx("griddepcontrol.wait; griddepcontrol.launch_dependents;")
     q, w, taps = (), (), ()
     for i in gl.static_range(Q):
         q = q + (gl.load(query_ptr + i * D + o, mask=live, other=0.0).to(gl.float32),)
@@ -319,8 +380,6 @@ def mix_cluster(
     if ROWS > 0:
         for j in gl.static_range(K):
             taps = taps + (gl.load(tap_ptr + j * D + o, mask=live, other=0.0).to(gl.float32) * conv_scale,)
-    if WAIT == 2:
-        _ptx("griddepcontrol.wait; griddepcontrol.launch_dependents;")
     x = ()
     for j in gl.static_range(n):
         x = x + (gl.load(block_ptr + token * block_t + j * D + o, mask=live, other=0.0),)
@@ -373,10 +432,11 @@ def mix_cluster(
         gl.store(out_ptr + (i * N + token) * D + o, y.to(out_ptr.dtype.element_ty), mask=live)
 
 
-def copy_layout(chunk: int, warps: int) -> gl.BlockedLayout:
-    """Rows of `chunk` elements, 8 a thread (16 bytes in 16 bits)."""
-    across = min(chunk // 256, warps)
-    return gl.BlockedLayout([1, 8], [1, 32], [warps // across, across], [1, 0])
+def copy_layout(width: int, itemsize: int, warps: int) -> gl.BlockedLayout:
+    """Rows of `width` elements, 16 bytes a thread."""
+    vec = 16 // itemsize
+    across = min(width // (32 * vec), warps)
+    return gl.BlockedLayout([1, vec], [1, 32], [warps // across, across], [1, 0])
 
 
 def layout(blocks: int, warps: int, vec: int) -> gl.BlockedLayout:
