@@ -15,7 +15,7 @@ def bench_qkv(bench: Bench) -> None:
 
     C = G * d
     for tokens, batch in ((8192, 1), (1, 1), (1, 64)):
-        slots = max(256, tokens)
+        slots = max(16, tokens)
         for kind in ("sliding", "full"):
             full = kind == "full"
             lengths = torch.randint(0, slots - tokens + 1, (batch,), device="cuda", dtype=torch.int32)
@@ -41,7 +41,7 @@ def bench_qkv(bench: Bench) -> None:
                 names = ["q", "r", "k", "v", "keys", "values", "state", "k_dynamic", "v_dynamic"]
                 return lambda *given: function(**common, **dict(zip(names, given, strict=True)))
 
-            sets = sets_of(make, most=16)
+            sets = sets_of(make)
             wide = [None if t is None else t.float() for t in sets[0]]
             exact = calling(fused.prepare_qkv)(*wide)
             case = f"qkv {kind} {batch} x {tokens}"
