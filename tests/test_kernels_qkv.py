@@ -80,6 +80,8 @@ CASES = {
         "B": 2, "T": 19, "H": 2, "G": 1, "d": 12, "R": 5, "K": 3, "N": 2, "dynamic": True, "shared": True,
         "pages": True,
     },
+    "released head size, sliding": {"B": 2, "T": 1, "H": 12, "G": 2, "d": 128, "R": 16},
+    "released head size, full": {"B": 1, "T": 18, "H": 6, "G": 2, "d": 128, "R": 16, "dynamic": True, "pages": True},
     "packed documents": {"B": 2, "T": 23, "H": 3, "G": 3, "d": 11, "R": 2, "N": 0, "documents": True},
 }  # fmt: skip
 
