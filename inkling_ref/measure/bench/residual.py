@@ -23,7 +23,7 @@ def bench_residual(bench: Bench) -> None:
     """Mixture and norm: many tokens and one, one and three queries; the depth state as it stands; the decode chain."""
     from ...kernels import residual as kernels
 
-    def arms(case, name, reference, arguments, nbytes, compiled=True):
+    def arms(case, name, reference, arguments, nbytes, compiled):
         sets = sets_of(arguments)
         calls = {"triton": getattr(kernels, name), "eager": reference}
         if compiled:
@@ -35,35 +35,51 @@ def bench_residual(bench: Bench) -> None:
         del sets
         torch.cuda.empty_cache()
 
-    def mixing(count):
+    def parameters(count):
         return normal(count, D, dtype=FLOAT), [normal(D) for _ in range(count)]
 
-    for tokens, count, dtype in ((8192, 1, BF16), (8192, 3, BF16), (8192, 1, FLOAT), (1, 1, BF16)):
-        queries, weights = mixing(count)
+    def mixing(tokens, count, dtype):
+        shared = *parameters(count), 1e-6, BF16
+        arms(
+            f"mix and norm {tokens} x {SOURCES}, {count} q, {str(dtype)[6:]}",
+            "mix_and_norm",
+            residual.mix_and_norm,
+            lambda: (normal(1, tokens, SOURCES, D, dtype=dtype), *shared),
+            tokens * D * (SOURCES * dtype.itemsize + count * 2),
+            compiled=count == 1 and dtype == BF16,
+        )
 
-        def sources(tokens=tokens, dtype=dtype, queries=queries, weights=weights):
-            return normal(1, tokens, SOURCES, D, dtype=dtype), queries, weights, 1e-6, BF16
+    def as_it_stands(count):
+        shared = *parameters(count), 1e-6, BF16
+        arms(
+            f"mix and norm 8192 x {SOURCES}, {count} q, running sum float32",
+            "mix_depth_and_norm",
+            fused.mix_depth_and_norm,
+            lambda: (normal(1, 8192, SOURCES - 1, D), normal(1, 8192, D, dtype=FLOAT), *shared),
+            8192 * D * ((SOURCES - 1) * 2 + 4 + count * 2),
+            compiled=False,
+        )
 
-        nbytes = tokens * D * (SOURCES * dtype.itemsize + count * 2)
-        case = f"mix and norm {tokens} x {SOURCES}, {count} q, {str(dtype)[6:]}"
-        arms(case, "mix_and_norm", residual.mix_and_norm, sources, nbytes, dtype == BF16)
-    for count in (1, 3):
-        queries, weights = mixing(count)
+    def joining(tokens, count):
+        taps, shared = normal(D, 1, 4, dtype=FLOAT, scale=0.5), (SOURCES - 1, *parameters(count), 1e-6)
 
-        def depth(queries=queries, weights=weights):
-            return normal(1, 8192, SOURCES - 1, D), normal(1, 8192, D, dtype=FLOAT), queries, weights, 1e-6, BF16
-
-        nbytes = 8192 * D * ((SOURCES - 1) * 2 + 4 + count * 2)
-        case = f"mix and norm 8192 x {SOURCES}, {count} q, running sum float32"
-        arms(case, "mix_depth_and_norm", fused.mix_depth_and_norm, depth, nbytes, compiled=False)
-    taps = normal(D, 1, 4, dtype=FLOAT, scale=0.5)
-    for tokens, count in ((1, 1), (1, 3), (16, 1)):
-        queries, weights = mixing(count)
-
-        def chain(tokens=tokens, queries=queries, weights=weights):
+        def chain():
             state, blocks = normal(tokens, 3, D), normal(tokens, 1, SOURCES - 1, D)
-            partial = normal(tokens, 1, D, dtype=FLOAT)
-            return normal(tokens, 1, D), state, taps, blocks, partial, SOURCES - 1, queries, weights, 1e-6
+            return normal(tokens, 1, D), state, taps, blocks, normal(tokens, 1, D, dtype=FLOAT), *shared
 
-        nbytes = tokens * D * ((SOURCES - 1) * 2 + 2 + 2 * 3 * 2 + 2 * 4 + count * 2) + D * (16 + count * 6)
-        arms(f"join and mix {tokens} x {SOURCES}, {count} q", "join_and_mix", fused.join_and_mix, chain, nbytes)
+        state = 2 * 3 * 2 + 2 * 4  # bytes a channel, read and written: convolution, running sum
+        nbytes = tokens * D * (SOURCES * 2 + state + count * 2) + D * (16 + count * 6)
+        compiled = tokens == count == 1
+        arms(
+            f"join and mix {tokens} x {SOURCES}, {count} q", "join_and_mix", fused.join_and_mix, chain, nbytes, compiled
+        )
+
+    mixing(8192, 1, BF16)
+    mixing(8192, 3, BF16)
+    joining(1, 1)
+    as_it_stands(1)
+    mixing(8192, 1, FLOAT)
+    mixing(1, 1, BF16)
+    joining(1, 3)
+    joining(16, 1)
+    as_it_stands(3)
