@@ -214,6 +214,7 @@ SETTINGS = (
 
 def check_generate(reference: Inkling, model: Inkling, rows: range) -> None:
     """Greedy and with candidates: the tokens of the single process."""
+    model.llm.logits.few = 2  # so that top_p has to ask again, and leaves tokens unnamed
     for options in SETTINGS:
         if rows:
             n = 6 + 2 * model.share.dp_index  # groups that end at different times
@@ -243,15 +244,17 @@ def check_speculative(reference: Inkling, model: Inkling, rows: range) -> None:
     if not rows:
         generate(model, None)
         return
-    expected = generation.generate(reference, prompts(rows), 9).tokens
-    texts = [prompt + tokens for prompt, tokens in zip(prompts(rows), expected, strict=True)]
-    alone, ours = Drafted(reference, texts), adopt(Drafted(model, texts))
-    alone.base_logits = lambda h: Drafter.base_logits(alone, h)
-    generation.generate(reference, prompts(rows), 9, drafter=alone)
-    result = generate(model, prompts(rows), max_new_tokens=9, drafter=ours)
-    assert result.tokens == expected
-    assert 0 < sum(result.stats.drafting.accepted) < sum(result.stats.drafting.checked)
-    assert all(torch.equal(a, b) for a, b in zip(ours.base, alone.base, strict=True))
+    model.llm.logits.few = 2
+    for options in SETTINGS[:1] + SETTINGS[2:4] + ({"temperature": 1.0, "seed": 6},):
+        plain = generation.generate(reference, prompts(rows), 9, **options).tokens
+        texts = [prompt + tokens for prompt, tokens in zip(prompts(rows), plain, strict=True)]
+        alone, ours = Drafted(reference, texts), adopt(Drafted(model, texts))
+        alone.base_logits = lambda h, alone=alone: Drafter.base_logits(alone, h)
+        expected = generation.generate(reference, prompts(rows), 9, drafter=alone, **options)
+        result = generate(model, prompts(rows), max_new_tokens=9, drafter=ours, **options)
+        assert result.tokens == expected.tokens, options
+        assert 0 < sum(result.stats.drafting.accepted) < sum(result.stats.drafting.checked)
+        assert all(torch.equal(a, b) for a, b in zip(ours.base, alone.base, strict=True))
 
 
 def check_nano(reference: Inkling, model: Inkling, rows: range) -> None:

@@ -257,6 +257,7 @@ class ShardedHead:
         self.first = share.local_vocabulary.start
         self.sampling: tuple[float, int | None, float | None] | None = None
         self.noise: torch.Generator | None = None
+        self.few = 32  # candidates of a rank that top_p begins with
 
     def __call__(self, hidden: Float[Tensor, "B T D"]) -> Float[Tensor, "B T V"]:
         local = self.local(hidden)
@@ -306,7 +307,7 @@ class ShardedHead:
     def _nucleus(self, local: Tensor, temperature: float, top_p: float) -> Tensor:
         mass = torch.logsumexp(local / temperature, dim=-1, keepdim=True)
         log_total = torch.logsumexp(self.tp.gather(mass, -1), dim=-1, keepdim=True)
-        count = 32
+        count = self.few
         while True:
             values, ids = self._candidates(local, count)
             p = (values / temperature - log_total).exp()
