@@ -32,6 +32,7 @@ from inkling_ref.parallel.apply import Mesh, load, parallelize
 from inkling_ref.parallel.generation import adopt, finish, generate
 from inkling_ref.parallel.launch import world
 from inkling_ref.parallel.plan import Plan
+from inkling_ref.sampling import probabilities
 from inkling_ref.tensor_files import CheckpointReader
 
 SHORT = timedelta(seconds=20)  # for every collective
@@ -224,10 +225,18 @@ def check_generate(reference: Inkling, model: Inkling, rows: range) -> None:
             assert generate(model, None) is None
 
 
-def check_draws(reference: Inkling, model: Inkling, rows: range) -> None:
-    """Temperature alone: 6,000 draws have the distribution of the whole softmax."""
-    head, temperature = model.llm.logits, 1.5
-    hidden = torch.randn(1, 1, model.config.text.hidden_size, generator=torch.Generator().manual_seed(2)) / 2
+def check_head(reference: Inkling, model: Inkling, rows: range) -> None:
+    """Candidates give the distributions that all logits give; temperature alone: 6,000 draws do."""
+    head, temperature, D = model.llm.logits, 1.5, model.config.text.hidden_size
+    head.few = 2
+    states = torch.randn(1, 80, D, generator=torch.Generator().manual_seed(1))
+    for sampling in ((0.0, None, None), (0.7, 4, None), (0.7, 9, 0.6), (0.3, None, 0.5), (1.5, None, 0.9)):
+        head.sampling = sampling
+        expected = probabilities(reference.llm.logits(states), *sampling)
+        logits = torch.cat([head(state) for state in states.split(1, dim=1)], dim=1)  # how many are asked: by the row
+        close(probabilities(logits, *sampling), expected)
+        assert torch.equal(logits.argmax(-1), expected.argmax(-1))
+    hidden = torch.randn(1, 1, D, generator=torch.Generator().manual_seed(2)) / 2
     head.sampling = (temperature, None, None)
     head.noise = torch.Generator().manual_seed(9 + model.mesh.rank)
     drawn = head(hidden.expand(1, 6000, -1))

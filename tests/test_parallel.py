@@ -40,7 +40,7 @@ EIGHT = config(num_attention_heads=8, swa_num_attention_heads=16, swa_num_key_va
 WORLDS = {
     1: [Case("alone", Plan(), InklingConfig.tiny(), (*ALL, "pictures"))],
     2: [
-        Case("tp, 7 experts on 2 ranks", Plan(2), picture_config(), (*ALL, "pictures", "draws")),
+        Case("tp, 7 experts on 2 ranks", Plan(2), picture_config(), (*ALL, "pictures", "head")),
         Case("sequence", Plan(2, **CUT), picture_config(), (*ALL, "pictures")),
         Case("sending", Plan(2, **SEND), checks=("forward", "decode")),
         Case("sending, sequence", Plan(2, **SEND, **CUT)),
@@ -48,7 +48,7 @@ WORLDS = {
         Case("width", Plan(2, ep=1)),
     ],
     3: [
-        Case("tp", Plan(3), THREE, ("forward", "decode", "generate", "draws")),
+        Case("tp", Plan(3), THREE, ("forward", "decode", "generate", "head")),
         Case("sequence", Plan(3, **CUT), THREE, ALL),
         Case("dp 4/0/1", Plan(1, 3), THREE, rows=(4, 0, 1)),
         Case("dp 4/0/1, sending", Plan(1, 3, **SEND), THREE, rows=(4, 0, 1)),
