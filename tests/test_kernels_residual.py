@@ -51,7 +51,7 @@ def test_strided_tokens():
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @pytest.mark.parametrize("running_sum", ["16 bits", "float32"])
-@pytest.mark.parametrize("tokens", [2, 300] if DEVICE == "cuda" else [2], ids="{} tokens".format)
+@pytest.mark.parametrize("tokens", [2, 1100] if DEVICE == "cuda" else [2], ids="{} tokens".format)
 @pytest.mark.parametrize("queries", [1, 3], ids="{} queries".format)
 def test_released_width(queries, tokens, running_sum, dtype):
     """Blocks and running sum where they are, and joined to one tensor (in float32, as the reference model does)."""
