@@ -531,7 +531,9 @@ def run(
         raise InputError("run: --image needs a question, expected --prompt")
     if draft and checkpoint is None:
         raise InputError("run: --draft needs a drafter, expected --checkpoint with one")
-    _check_file(out, "report")
+    is_writer = int(os.environ.get("RANK", 0)) == 0  # torchrun's; other ranks may be on hosts without that folder
+    if is_writer:
+        _check_file(out, "report")
     with _importing():
         from .parallel import run as running
         from .parallel.collectives import Link
@@ -564,7 +566,7 @@ def run(
         timeout=timeout,
         trace=trace,
     )
-    if int(os.environ.get("RANK", 0)) == 0:
+    if is_writer:
         for line in running.summary(report):
             _note(line)
 

@@ -54,8 +54,9 @@ class Pass:
 
     def begin(self, tokens: int, device: torch.device) -> list[int]:
         """All groups start a pass, or wait in one: tokens of each, -1 for a group that has nothing left to do."""
-        own = torch.tensor([tokens], device=device)
-        self.counts = [tokens] if self.dp.size == 1 else self.dp.gather(own, 0).tolist()
+        self.counts = [tokens]
+        if self.dp.size > 1:
+            self.counts = self.dp.gather(torch.tensor(self.counts, device=device), 0).tolist()
         return self.counts
 
     def enter(self, e: Float[Tensor, "B T D"]) -> Float[Tensor, "B t D"]:
