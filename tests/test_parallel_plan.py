@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import random_ids, random_model
+from helpers import logits, random_ids, random_model, relative_rms
 from parallel_worker import text_config
 from torch import nn
 
@@ -163,6 +163,18 @@ def test_one_rank_of_small_without_memory_has_its_share():
     assert sum(n for name, n in sizes.items() if ".experts." in name) == 73_383_542_784  # as `inkling-ref info` counts
     assert tuple(model.llm.unembed.weight.shape) == (201024 // 8, 4608)
     assert all(isinstance(p, nn.Parameter) and p.is_meta for p in model.parameters())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the model is on the CPU, the kernels would not be interpreted")
+def test_kernels_run_a_ranks_sizes():
+    """One query head, half of a key/value head's group, two experts: the kernels compute what the reference does."""
+    pytest.importorskip("triton")
+    passes = []
+    for backend in ("torch", "triton"):
+        model = parallelize(random_model(FOUR, backend=backend), Mesh.stand_in(Plan(4, sequence=True), 2))
+        cache = model.new_cache(1)
+        passes.append(torch.cat([logits(model, random_ids(1, T, seed=T), cache=cache) for T in (9, 1)], dim=1))
+    assert relative_rms(passes[1], passes[0]) < 1e-5
 
 
 # ---------------------------------------------------------------- on paper
