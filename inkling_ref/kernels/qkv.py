@@ -3,9 +3,13 @@ r"""Everything between the projections and the attention of a layer, in one laun
 $$ q = \mathrm{clip}_{c}(s_q \odot q') \, \tau, \qquad r = \mathrm{clip}_{c_r}(s_r \odot r') \, \tau, \qquad
    k = \mathrm{clip}_{c}(\mathrm{Conv}(k')), \qquad v = \mathrm{RMS}(\mathrm{Conv}(v')) $$
 
-Nothing here reuses what it reads, so bytes are the limit of a long call, and one launch that of a short one. Programs
-have one warp and one of four roles: rows of queries, rows of relative states, and runs of tokens of some heads of keys
-or of values. A vector of d numbers lies across 16 lanes, 8 numbers (16 bytes) each: its norm takes four exchanges.
+Nothing here reuses what it reads, so bytes are the limit of a long call, and one launch that of a short one. A
+program walks a run of tokens in one of four roles: some heads of queries, of relative states, of keys or of values. A
+vector of d = 128 numbers lies across 16 lanes, 8 numbers (16 bytes) each: its norm takes four exchanges.
+
+What decides the time of a long call, after the bytes: how many programs there are (an H200 starts about 0.8 in a
+nanosecond, so small ones keep it waiting) and the registers of the convolutions (runs of 4 tokens: 8 would halve the
+warps that a processor holds).
 """
 
 # ruff: noqa: RUF005 (Triton joins tuples with +, and does not know *)
@@ -42,8 +46,7 @@ class Tile(NamedTuple):
     heads: int  # of keys, or of values
     q_heads: int
     r_heads: int
-    warps: int = 1
-    apart: bool = False  # two launches: the clipped vectors, then the convolutions
+    warps: int
 
 
 @triton.jit
@@ -143,31 +146,29 @@ def _prepare(
     TOKENS: tl.constexpr, HEADS: tl.constexpr, Q_HEADS: tl.constexpr, R_HEADS: tl.constexpr, WIDTH: tl.constexpr,
     R_WIDTH: tl.constexpr, LOG: tl.constexpr, DYNAMIC: tl.constexpr, PACKED: tl.constexpr, DOCUMENTS: tl.constexpr,
     WHOLE: tl.constexpr, LENGTHS: tl.constexpr, REJECTED: tl.constexpr, PAGE: tl.constexpr, DEPENDENT: tl.constexpr,
-    CLIPS: tl.constexpr, CONVOLVES: tl.constexpr,
 ):  # fmt: skip
     if DEPENDENT:  # the next kernel may start, and wait here as this one does for the kernel in front of it
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    Q_PARTS: tl.constexpr = (H + Q_HEADS - 1) // Q_HEADS if CLIPS else 0
-    R_PARTS: tl.constexpr = (H + R_HEADS - 1) // R_HEADS if CLIPS else 0
-    PARTS: tl.constexpr = (G + HEADS - 1) // HEADS if CONVOLVES else 0
+    Q_PARTS: tl.constexpr = (H + Q_HEADS - 1) // Q_HEADS
+    R_PARTS: tl.constexpr = (H + R_HEADS - 1) // R_HEADS
+    PARTS: tl.constexpr = (G + HEADS - 1) // HEADS
     ROLES: tl.constexpr = Q_PARTS + R_PARTS + 2 * PARTS
     part, start = tl.program_id(0) % ROLES, tl.program_id(0) // ROLES * TOKENS
     b = tl.program_id(1).to(tl.int64)
-    if CLIPS:
-        if part >= 2 * PARTS + R_PARTS:
-            _clipped(
-                q_ptr + b * q_b, q_scale_ptr, position_ptr + b * position_b, q_out_ptr + b * T * (H * d),
-                part - 2 * PARTS - R_PARTS, start, T, q_t, qk_threshold, per_floor, alpha,
-                H, d, TOKENS, Q_HEADS, WIDTH, LOG,
-            )  # fmt: skip
-        elif part >= 2 * PARTS:
-            _clipped(
-                r_ptr + b * r_b, r_scale_ptr, position_ptr + b * position_b, r_out_ptr + b * T * (H * R),
-                part - 2 * PARTS, start, T, r_t, r_threshold, per_floor, alpha,
-                H, R, TOKENS, R_HEADS, R_WIDTH, LOG,
-            )  # fmt: skip
-    if CONVOLVES:
+    if part >= 2 * PARTS + R_PARTS:
+        _clipped(
+            q_ptr + b * q_b, q_scale_ptr, position_ptr + b * position_b, q_out_ptr + b * T * (H * d),
+            part - 2 * PARTS - R_PARTS, start, T, q_t, qk_threshold, per_floor, alpha,
+            H, d, TOKENS, Q_HEADS, WIDTH, LOG,
+        )  # fmt: skip
+    elif part >= 2 * PARTS:
+        _clipped(
+            r_ptr + b * r_b, r_scale_ptr, position_ptr + b * position_b, r_out_ptr + b * T * (H * R),
+            part - 2 * PARTS, start, T, r_t, r_threshold, per_floor, alpha,
+            H, R, TOKENS, R_HEADS, R_WIDTH, LOG,
+        )  # fmt: skip
+    else:
         slot0, rejected = 0, 0
         if LENGTHS:
             slot0 = tl.load(length_ptr + b)
@@ -183,7 +184,7 @@ def _prepare(
                 k_t, tap_j, k_dynamic_t, state_n, key_b, key_g, key_s, conv_scale, qk_threshold,
                 G, d, K, N, TOKENS, HEADS, WIDTH, False, DYNAMIC, PACKED, DOCUMENTS, WHOLE, PAGE,
             )  # fmt: skip
-        elif part < 2 * PARTS:
+        else:
             _convolved(
                 v_ptr + b * v_b, v_tap_ptr, v_dynamic_ptr + b * v_dynamic_b, state_ptr + b * state_b + G * d,
                 document_ptr + b * document_b, value_base, table_ptr + b * table_b, part - PARTS, start, T, slot0,
@@ -195,7 +196,7 @@ def _prepare(
 def choose_tile(T: int, H: int, G: int) -> Tile:
     """Up to 16 tokens are one run, cut small. Long calls have larger programs: too many would start too slowly."""
     if T <= 16:
-        return Tile(T, 1, 8 if T == 1 else 2, 16)
+        return Tile(T, 1, 8 if T == 1 else 2, 16, warps=1)
     heads, q_heads, r_heads = (min(most, triton.next_power_of_2(n)) for most, n in ((4, G), (8, H), (64, H)))
     return Tile(4, heads, q_heads, r_heads, warps=2)
 
@@ -223,10 +224,8 @@ def prepare_qkv(
     k_dynamic: Float[Tensor, "B T G K"] | None = None,
     v_dynamic: Float[Tensor, "B T G K"] | None = None,
     document_position: Int[Tensor, "B T"] | None = None,
-    tile: Tile | None = None,
-    options: dict[str, int] | None = None,
 ) -> tuple[Float[Tensor, "B T H d"], Float[Tensor, "B T H R"]]:
-    """Twin of `fused.prepare_qkv`; float32 inside, one rounding. `tile`: what a measurement varies.
+    """Twin of `fused.prepare_qkv`; float32 inside, one rounding. The caches' channels are adjacent.
 
     Raises:
         InputError: see `require`; for a state of more rows than a short call has tokens.
@@ -234,9 +233,12 @@ def prepare_qkv(
     given = [u for u in (k_dynamic, v_dynamic, state) if u is not None]
     require("prepare_qkv", q, r, k, v, q_scale, r_scale, k_taps, v_taps, keys, values, *given)
     (B, T, _), (H, d), R, G = q.shape, q_scale.shape, r_scale.shape[1], keys.shape[1]
-    q, r, k, v = (u if u.stride(2) == 1 else u.contiguous() for u in (q, r, k, v))
+    q, r, k, v, table, positions, document_position = (
+        u if u is None or u.stride(-1) == 1 else u.contiguous()
+        for u in (q, r, k, v, table, positions, document_position)
+    )
     q_scale, r_scale = q_scale.contiguous(), r_scale.contiguous()
-    tile = tile or choose_tile(T, H, G)
+    tile = choose_tile(T, H, G)
     N = 0 if state is None else state.shape[1]
     dynamic = k_dynamic is not None
     if dynamic:
@@ -254,27 +256,24 @@ def prepare_qkv(
     r_out = torch.empty(B, T, H, R, dtype=r.dtype, device=r.device)
     floor, alpha = log_scaling or (1.0, 0.0)
     page = 0 if table is None else keys.shape[2]
-    early = (options or {}) | ({} if INTERPRETED else {"launch_pdl": True})
-    # (clips, convolves): the convolutions need twice the registers, and the rest many warps to hide its loads.
-    for clips, convolves in ((True, False), (False, True)) if tile.apart else ((True, True),):
-        parts = clips * (triton.cdiv(H, tile.q_heads) + triton.cdiv(H, tile.r_heads))
-        parts += convolves * 2 * triton.cdiv(G, tile.heads)
-        _prepare[(parts * triton.cdiv(T, tile.tokens), B)](
-            q, r, k, v, q_scale, r_scale, k_taps, v_taps, k_dynamic, v_dynamic,
-            keys, values, lengths, table if page else q, state if N else q, rejected,
-            positions if log_scaling else q, document_position if document_position is not None else q,
-            q_out, r_out, T,
-            *q.stride()[:2], *r.stride()[:2], *k.stride()[:2], *v.stride()[:2], G * d,
-            *(k_dynamic.stride()[:2] + v_dynamic.stride()[:2] if dynamic else (0, 0, 0, 0)),
-            *keys.stride()[:3], *values.stride()[:3], table.stride(0) if page else 0,
-            *(state.stride()[:2] if N else (0, 0)),
-            0 if not log_scaling or len(positions) == 1 else positions.stride(0),
-            0 if document_position is None else document_position.stride(0),
-            qk_threshold, r_threshold, eps, 1 / floor, alpha / LOG2E, 1 / math.sqrt(2 * K + 1 if dynamic else K + 1),
-            H=H, G=G, d=d, R=R, K=K, N=N, TOKENS=tile.tokens, HEADS=tile.heads, Q_HEADS=tile.q_heads,
-            R_HEADS=tile.r_heads, WIDTH=width, R_WIDTH=r_width, LOG=log_scaling is not None, DYNAMIC=dynamic,
-            PACKED=dynamic and packed(k_dynamic) and packed(v_dynamic), DOCUMENTS=document_position is not None,
-            WHOLE=tile.tokens == T, LENGTHS=lengths is not None, REJECTED=rejected is not None, PAGE=page,
-            DEPENDENT=not INTERPRETED, CLIPS=clips, CONVOLVES=convolves, num_warps=tile.warps, **early,
-        )  # fmt: skip
+    parts = triton.cdiv(H, tile.q_heads) + triton.cdiv(H, tile.r_heads) + 2 * triton.cdiv(G, tile.heads)
+    _prepare[(parts * triton.cdiv(T, tile.tokens), B)](
+        q, r, k, v, q_scale, r_scale, k_taps, v_taps, k_dynamic, v_dynamic,
+        keys, values, lengths, table if page else q, state if N else q, rejected,
+        positions if log_scaling else q, document_position if document_position is not None else q,
+        q_out, r_out, T,
+        *q.stride()[:2], *r.stride()[:2], *k.stride()[:2], *v.stride()[:2], G * d,
+        *(k_dynamic.stride()[:2] + v_dynamic.stride()[:2] if dynamic else (0, 0, 0, 0)),
+        *keys.stride()[:3], *values.stride()[:3], table.stride(0) if page else 0,
+        *(state.stride()[:2] if N else (0, 0)),
+        0 if not log_scaling or len(positions) == 1 else positions.stride(0),
+        0 if document_position is None else document_position.stride(0),
+        qk_threshold, r_threshold, eps, 1 / floor, alpha / LOG2E, 1 / math.sqrt(2 * K + 1 if dynamic else K + 1),
+        H=H, G=G, d=d, R=R, K=K, N=N, TOKENS=tile.tokens, HEADS=tile.heads, Q_HEADS=tile.q_heads,
+        R_HEADS=tile.r_heads, WIDTH=width, R_WIDTH=r_width, LOG=log_scaling is not None, DYNAMIC=dynamic,
+        PACKED=dynamic and packed(k_dynamic) and packed(v_dynamic), DOCUMENTS=document_position is not None,
+        WHOLE=tile.tokens == T, LENGTHS=lengths is not None, REJECTED=rejected is not None, PAGE=page,
+        DEPENDENT=not INTERPRETED, num_warps=tile.warps,
+        **({} if INTERPRETED else {"launch_pdl": True}),
+    )  # fmt: skip
     return q_out, r_out
