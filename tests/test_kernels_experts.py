@@ -271,6 +271,7 @@ def assert_contract(arguments):
 SIZES = {  # N, E, D, I, k, experts used
     "one token": (1, 5, 96, 64, 3, 5), "few": (7, 6, 160, 32, 2, 6), "wide": (3, 3, 64, 224, 2, 3),
     "all to one": (37, 4, 32, 96, 1, 1), "two items each": (23, 5, 32, 32, 4, 4),
+    "larger items": (257, 3, 32, 32, 1, 2),
 }  # fmt: skip
 
 
@@ -349,10 +350,9 @@ def test_packed_is_no_farther_from_float64_than_dequantised_bfloat16(form, sizes
 def test_packed_quantises_activations(form, tokens):
     packed, released = packed_problem(form, (tokens, 5, 64, 96, 2, 5))
     quantize = {NVFP4: fake_nvfp4, MXFP8: fake_mxfp8}[form]
-    exact = in_float64(*released, quantize)
-    assert relative_rms(kernel.experts(*packed, quantize), exact) < 1.5 * relative_rms(
-        moe.experts(*released, quantize), exact
-    )
+    exact, plain = in_float64(*released, quantize), in_float64(*released)
+    # Where sums differ in the last bit a code may flip, in the reference as here: far less than quantising does.
+    assert relative_rms(kernel.experts(*packed, quantize), exact) < 0.7 * relative_rms(plain, exact)
 
 
 @hopper_only
