@@ -107,7 +107,7 @@ def test_two_layers_of_full_width():
     with torch.device("meta"):
         eager, exact, actual = (Inkling(config, name).eval() for name in ("torch", "torch", "triton"))
     eager.cast(torch.bfloat16).to_empty(device="cuda")
-    randomize(eager)
+    randomize(eager, device="cuda")
     weights = eager.state_dict()
     actual.load_state_dict(weights, assign=True)
     exact.load_state_dict({name: weight.double() for name, weight in weights.items()}, assign=True)

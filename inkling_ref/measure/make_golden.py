@@ -148,15 +148,16 @@ CASES = {
 }  # fmt: skip
 
 
-def randomize(module: torch.nn.Module, seed: int = 0) -> None:
+def randomize(module: torch.nn.Module, seed: int = 0, device: str = "cpu") -> None:
     """Random parameters under which every term matters.
 
     No bias, tap, scale or norm weight is neutral; mixture queries give scores of standard deviation 1.5; matrices keep
     the variance at 2 or so, so that clips and soft caps of small thresholds act on some vectors and not on others.
+    The numbers of a seed differ between devices.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
     for name, p in module.named_parameters():
-        noise = torch.randn(p.shape, generator=generator, dtype=torch.float64)
+        noise = torch.randn(p.shape, generator=generator, dtype=torch.float64, device=device)
         if "norm" in name or ".ln_" in name or name.endswith(("clip.scale", "gamma")):
             value = 0.2 * noise if name.endswith("bias") else 1 + 0.3 * noise
         elif ".attn_res." in name:
