@@ -36,9 +36,10 @@ _PROGRAMS: dict[bool, tuple[int, int]] = {False: (4, 160), True: (8, 255)}
 _FEW: int = 24  # tokens, up to which a cluster takes each
 _FEW_TO_JOIN: int = 128
 _CLUSTER: tuple[int, int, int] = (8, 4, 8)  # its multiprocessors, their warps, channels of a thread
-# One query, or more: warps of a program, its buffers, programs a processor, chunks of the queries held and near.
-_BURSTS: dict[bool, tuple[int, int, int, int, int]] = {False: (8, 1, 2, 9, 0), True: (8, 1, 2, 2, 4)}
-_SHARED_BYTES: int = 227 * 1024  # of a processor
+_BURSTS: tuple[int, int] = (8, 2)  # warps of a program, programs a processor
+_HELD: int = 2  # chunks of several queries that stay in registers; of one query all do
+_NEAR: int = 4  # more of them in shared memory, if it has room
+_SHARED_BYTES: int = 226 * 1024  # of a processor, without what its programs reserve
 
 
 @triton.constexpr_function
@@ -254,14 +255,15 @@ def _bursts(
 ) -> bool:  # fmt: skip
     """`mix_bursts` of many tokens; False where whole tokens do not fit into shared memory or cannot be copied there."""
     n, D, Q, N = blocks.shape[2], out.shape[-1], len(norm_weights), out[0, ..., 0].numel()
-    warps, buffers, programs, hold, near = _BURSTS[Q > 1]
+    warps, programs = _BURSTS
     chunk = 64 * warps
-    hold = min(hold, D // chunk)
-    near = min(near, D // chunk - hold)
-    shared = buffers * D * (n * blocks.element_size() + partial.element_size()) + near * Q * chunk * 4 + 2304
+    C, sums = D // chunk, (n + 1) * (Q + 1) + Q
+    room = _SHARED_BYTES // programs - D * (n * blocks.element_size() + partial.element_size()) - 4 * warps * sums
     aligned = all(t.data_ptr() % 16 == 0 for t in (blocks, partial)) and block_t % 16 == partial_t % 16 == 0
-    if D % chunk or programs * shared > _SHARED_BYTES or not aligned:
+    if D % chunk or room < 0 or not aligned:
         return False
+    hold = C if Q == 1 else min(C, _HELD)
+    near = min(C - hold, _NEAR, room // (4 * Q * chunk))
     words, strides, copies = [], [], []
     for t, stride in ((blocks, block_t), (partial, partial_t)):
         pairs = t.dtype == torch.bfloat16  # as words of two
@@ -270,10 +272,10 @@ def _bursts(
         copies.append(hopper.copy_layout(chunk // 2 if pairs else chunk, words[-1].element_size(), warps))
     hopper.mix_bursts[(min(N, programs * processors(out.device)),)](
         *words, queries, tuple(norm_weights), out, N, *strides, SOURCE_EPS, eps, LOG2E / math.sqrt(D),
-        D=D, n=n, Q=Q, WARPS=warps, BUFFERS=buffers, HOLD=hold, NEAR=near, ONE=hopper.layout(1, warps, 1),
+        D=D, n=n, Q=Q, WARPS=warps, HOLD=hold, NEAR=near, ONE=hopper.layout(1, warps, 1),
         TWO=hopper.layout(1, warps, 2), BLOCK_COPY=copies[0], LAST_COPY=copies[1],
         QUERY_COPY=hopper.copy_layout(chunk, queries.element_size(), warps), num_warps=warps,
-        maxnreg=min(255, 65536 // (programs * 32 * warps)),
+        maxnreg=65536 // (programs * 32 * warps),
     )  # fmt: skip
     return True
 

@@ -4,8 +4,9 @@ Both forms look at all sources of a token at once: from every source and query o
 of x x; then one exchange of all these sums, the softmax, the mixtures, and a second exchange for their norms. What
 `kernels.residual` does in n steps, each with its own exchange, takes two here.
 
-- `mix_bursts`, for many tokens: a program walks over tokens. A token's sources, adjacent in memory (83 KB in 16 bits),
-  are copied to shared memory while the token before is computed, and read from there twice.
+- `mix_bursts`, for many tokens: a token's sources, adjacent in memory (83 KB in 16 bits), are copied to shared memory
+  in one burst and read from there twice. Two programs a multiprocessor, each walking over tokens, take turns: while
+  one waits for its burst, the other computes.
 - `mix_cluster`, for few: a cluster of 8 multiprocessors shares the channels of a token, which one alone could not
   read fast enough; its sums are exchanged through distributed shared memory. For decoding it also holds what stands
   between two sublayers: the short convolution with its rolling state, and the running sum.
@@ -162,39 +163,39 @@ def _weights(sums, source_eps, score_scale, D: gl.constexpr, n: gl.constexpr, Q:
 
 @gluon.jit
 @no_type_check
-def _allocate(pointer, ROWS: gl.constexpr, BUFFERS: gl.constexpr, CHUNK: gl.constexpr):
+def _allocate(pointer, ROWS: gl.constexpr, CHUNK: gl.constexpr):
     dtype: gl.constexpr = pointer.dtype.element_ty
     WIDTH: gl.constexpr = CHUNK // 2 if dtype == gl.int32 else CHUNK
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     memory = ()
     for k in gl.static_range(len(_pieces(ROWS))):
-        memory = memory + (gl.allocate_shared_memory(dtype, [BUFFERS, _pieces(ROWS)[k][1], WIDTH], plain),)
+        memory = memory + (gl.allocate_shared_memory(dtype, [1, _pieces(ROWS)[k][1], WIDTH], plain),)
     return memory
 
 
 @gluon.jit
 @no_type_check
-def _copy(memory, pointer, buffer, ROWS: gl.constexpr, COPY: gl.constexpr):
+def _copy(memory, pointer, ROWS: gl.constexpr, COPY: gl.constexpr):
     """Adjacent rows, on their way to shared memory."""
     WIDTH: gl.constexpr = memory[0].shape[2]
     c = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, COPY))
     for k in gl.static_range(len(_pieces(ROWS))):
         row = gl.arange(0, _pieces(ROWS)[k][1], layout=gl.SliceLayout(1, COPY)) + _pieces(ROWS)[k][0]
-        _async_load(memory[k].index(buffer), pointer + row[:, None] * WIDTH + c[None, :])
+        _async_load(memory[k].index(0), pointer + row[:, None] * WIDTH + c[None, :])
 
 
 @gluon.jit
 @no_type_check
 def _send(
-    blocks, last, block_ptr, partial_ptr, token, N, buffer, block_t, partial_t,
+    blocks, last, block_ptr, partial_ptr, token, N, block_t, partial_t,
     n: gl.constexpr, C: gl.constexpr, BLOCK_COPY: gl.constexpr, LAST_COPY: gl.constexpr,
 ):  # fmt: skip
-    """A token's sources on their way to one buffer: n blocks and the running sum."""
+    """A token's sources on their way to shared memory: n blocks and the running sum."""
     if token < N:
         if n > 0:
-            _copy(blocks, block_ptr + token * block_t, buffer, n * C, BLOCK_COPY)
-        _copy(last, partial_ptr + token * partial_t, buffer, C, LAST_COPY)
-    async_copy.commit_group()  # an empty group too: groups are counted
+            _copy(blocks, block_ptr + token * block_t, n * C, BLOCK_COPY)
+        _copy(last, partial_ptr + token * partial_t, C, LAST_COPY)
+    async_copy.commit_group()
 
 
 @gluon.jit
@@ -207,10 +208,10 @@ def _halves(x, ONE: gl.constexpr):
 
 @gluon.jit
 @no_type_check
-def _pair(memory, buffer, row: gl.constexpr, ROWS: gl.constexpr, ONE: gl.constexpr, TWO: gl.constexpr):
+def _pair(memory, at, row: gl.constexpr, ROWS: gl.constexpr, ONE: gl.constexpr, TWO: gl.constexpr):
     """Two channels of each thread, from one chunk of a row."""
     place: gl.constexpr = _place(ROWS, row)
-    chunk = memory[place[0]].index(buffer).slice(place[1], 1)
+    chunk = memory[place[0]].index(at).slice(place[1], 1)
     if chunk.dtype == gl.int32:  # a word is two bfloat16, and a bfloat16 the upper half of a float32
         word = chunk.load(ONE)
         return (word << 16).to(gl.float32, bitcast=True), (word & -65536).to(gl.float32, bitcast=True)
@@ -231,7 +232,7 @@ def _queries(query_ptr, c: gl.constexpr, o, D: gl.constexpr, Q: gl.constexpr, ON
 @no_type_check
 def mix_bursts(
     block_ptr, partial_ptr, query_ptr, weight_ptrs, out_ptr, N, block_t, partial_t, source_eps, norm_eps, score_scale,
-    D: gl.constexpr, n: gl.constexpr, Q: gl.constexpr, WARPS: gl.constexpr, BUFFERS: gl.constexpr, HOLD: gl.constexpr,
+    D: gl.constexpr, n: gl.constexpr, Q: gl.constexpr, WARPS: gl.constexpr, HOLD: gl.constexpr,
     NEAR: gl.constexpr, ONE: gl.constexpr, TWO: gl.constexpr, BLOCK_COPY: gl.constexpr, LAST_COPY: gl.constexpr,
     QUERY_COPY: gl.constexpr,
 ):  # fmt: skip
@@ -244,27 +245,24 @@ def mix_bursts(
     CHUNK: gl.constexpr = 2 * THREADS
     C: gl.constexpr = D // CHUNK  # chunks of a row: a thread has two neighbouring channels of each
     V: gl.constexpr = (n + 1) * (Q + 1)
-    blocks, last = _allocate(block_ptr, n * C, BUFFERS, CHUNK), _allocate(partial_ptr, C, BUFFERS, CHUNK)
+    blocks, last = _allocate(block_ptr, n * C, CHUNK), _allocate(partial_ptr, C, CHUNK)
     near = ()
     if NEAR > 0:
         for i in gl.static_range(Q):
-            near = near + (_allocate(query_ptr, NEAR, 1, CHUNK),)
-            _copy(near[i], query_ptr + i * D + HOLD * CHUNK, 0, NEAR, QUERY_COPY)
+            near = near + (_allocate(query_ptr, NEAR, CHUNK),)
+            _copy(near[i], query_ptr + i * D + HOLD * CHUNK, NEAR, QUERY_COPY)
     first, step = gl.program_id(0).to(gl.int64), gl.num_programs(0)
-    for k in gl.static_range(BUFFERS):
-        token = first + k * step
-        _send(blocks, last, block_ptr, partial_ptr, token, N, k, block_t, partial_t, n, C, BLOCK_COPY, LAST_COPY)
+    _send(blocks, last, block_ptr, partial_ptr, first, N, block_t, partial_t, n, C, BLOCK_COPY, LAST_COPY)
     o = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, TWO))[None, :]
     q = ()
     for c in gl.static_range(HOLD):
         q = q + _queries(query_ptr, c, o, D, Q, ONE)
     zero = gl.zeros([1, THREADS], gl.float32, ONE)
-    buffer = 0
     for token in range(first, N, step):
         q_next = ()
         if HOLD + NEAR == 0:
             q_next = _queries(query_ptr, 0, o, D, Q, ONE)
-        async_copy.wait_group(BUFFERS - 1)
+        async_copy.wait_group(0)
         parts = (zero,) * V
         for c in gl.static_range(C):
             if c < HOLD:
@@ -280,9 +278,9 @@ def mix_bursts(
             new = ()
             for j in gl.static_range(n + 1):
                 if j < n:
-                    even, odd = _pair(blocks, buffer, j * C + c, n * C, ONE, TWO)
+                    even, odd = _pair(blocks, 0, j * C + c, n * C, ONE, TWO)
                 else:
-                    even, odd = _pair(last, buffer, c, C, ONE, TWO)
+                    even, odd = _pair(last, 0, c, C, ONE, TWO)
                 new = new + (parts[j * (Q + 1)] + even * even + odd * odd,)
                 for i in gl.static_range(Q):
                     new = new + (parts[j * (Q + 1) + 1 + i] + even * q_c[2 * i] + odd * q_c[2 * i + 1],)
@@ -290,7 +288,7 @@ def mix_bursts(
         sums = _all_sums(parts, V, 1, WARPS, True)
         weights, totals = _weights(sums, source_eps, score_scale, D, n + 1, Q)
         # The second reading: hidden from the compiler, which would keep all sources in registers instead.
-        again = buffer + gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], gl.int32, is_pure=False, pack=1)
+        again = gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], gl.int32, is_pure=False, pack=1)
         mixed, squares = (), (zero,) * Q
         for c in gl.static_range(C):
             y = (zero,) * (2 * Q)
@@ -309,10 +307,7 @@ def mix_bursts(
                 new = new + (squares[i] + y[2 * i] * y[2 * i] + y[2 * i + 1] * y[2 * i + 1],)
             squares = new
             mixed = mixed + y
-        following = token + BUFFERS * step
-        _send(
-            blocks, last, block_ptr, partial_ptr, following, N, buffer, block_t, partial_t, n, C, BLOCK_COPY, LAST_COPY
-        )
+        _send(blocks, last, block_ptr, partial_ptr, token + step, N, block_t, partial_t, n, C, BLOCK_COPY, LAST_COPY)
         w = ()  # all before the first store: a load does not overtake a store
         for i in gl.static_range(Q):
             for c in gl.static_range(C):
@@ -325,8 +320,6 @@ def mix_bursts(
                 y = gl.convert_layout(gl.join(y[0], y[1]).reshape([1, CHUNK]), TWO, assert_trivial=True)
                 y *= w[i * C + c].to(gl.float32)
                 gl.store(out_ptr + (i * N + token) * D + c * CHUNK + o, y.to(out_ptr.dtype.element_ty))
-        if BUFFERS > 1:
-            buffer = (buffer + 1) % BUFFERS
 
 
 @gluon.jit
