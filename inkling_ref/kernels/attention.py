@@ -28,7 +28,7 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from . import LOG2E, prepared, require
+from . import LOG2E, prefill, prepared, require
 from .decode import attend_split, fits, transposed
 
 _LOWEST: tl.constexpr = tl.constexpr(-1e30)  # stands for -inf where a difference of two must not be NaN
@@ -178,6 +178,9 @@ def attend(
 ) -> Float[Tensor, "B T H*d"]:
     """Twin of `attention.attend`. Scores, bias, softmax and both epilogues stay in float32; p rounds to the dtype of v.
 
+    Few query rows go to `decode` (its `fits` says which), many on a Hopper GPU to `prefill` (`suits`), all others to the
+    kernel of this module.
+
     Raises:
         InputError: see `require`.
     """
@@ -187,6 +190,8 @@ def attend(
             even = len(set(first)) == 1
             starts.append(first[0] if even else torch.tensor(first, dtype=torch.int32).to(q.device))
         return attend_split(q, k, v, r, profiles, sink, gate, *starts, window)
+    if document_ids is None and prefill.suits(q, k, v, r, gate, profiles, window):
+        return prefill.attend(q, k, v, r, profiles, sink, gate, offsets, window, first_keys)
     tile = Tile()
     if q.element_size() == 4:  # no matrix unit multiplies float32 exactly: the products unroll, and must be small
         tile = Tile(rows=16, stages=2)

@@ -11,12 +11,13 @@ import sys
 
 import torch
 
-from .attention import bench_batches, bench_decode, bench_prefill
+from .attention import bench_batches, bench_decode
 from .experts import bench_experts
 from .flex import bench_flex_decode, bench_flex_prefill
 from .harness import KINDS, Bench
 from .head import bench_draft, bench_head
 from .moe import bench_router, bench_swiglu
+from .prefill import bench_prefill
 from .qkv import bench_qkv
 from .residual import bench_residual
 from .runner import imported

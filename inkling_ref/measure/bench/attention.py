@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ... import attention
-from .harness import Bench, G, H, R, W, X, d, key_value_bytes, normal, sets_of
+from .harness import Bench, R, W, X, d, key_value_bytes, normal, sets_of
 
 
 def attention_inputs(T: int, heads: int, groups: int, S: int) -> tuple:
@@ -82,32 +82,4 @@ def bench_batches(bench: Bench) -> None:
         case, nbytes = f"decode {heads}/{groups}, {B} rows of 1K to 100K keys", key_value_bytes(groups, sum(counts))
         bench.arm(case, "triton", attend_cache, sets, torch.cat(exact), nbytes)
         del keys, values, sets, exact
-        torch.cuda.empty_cache()
-
-
-def bench_prefill(bench: Bench) -> None:
-    """Prefill of 8192 tokens, sliding and full, over the tiles worth comparing."""
-    from ...kernels import attention as kernel
-
-    T = 8192
-    tiles = {
-        "64x64 far 2 near 1": (64, 64, 2, 1, 4), "64x64 far 2 near 2": (64, 64, 2, 2, 4),
-        "128x64 far 2 near 1": (128, 64, 2, 1, 8), "128x32": (128, 32, 2, 2, 8), "32x64": (32, 64, 3, 3, 4),
-    }  # fmt: skip
-    for window in (W, None):
-        sets = sets_of(lambda: (*attention_inputs(T, H, G, T), [0], window))  # noqa: B023
-        exact = attention.attend(*(t.float() for t in sets[0][:7]), [0], window)
-        pairs = T * (T + 1) // 2 if window is None else T * W - W * (W - 1) // 2
-        biased = T * X - X * (X - 1) // 2
-        case, flops = f"prefill {T}, {'full' if window is None else 'sliding'}", H * (4 * d * pairs + 2 * R * biased)
-        bench.arm(case, "triton", kernel.attend, sets, exact, 0, flops)
-        for name, tile in tiles.items():
-            tile = kernel.Tile(*tile)
-            bench.arm(
-                case, f"triton {name}", lambda *s, tile=tile: kernel.attend_tiled(tile, *s), sets, exact, 0, flops
-            )
-        if window is None:
-            bench.arm(case, "SDPA without bias", without_bias, sets, None, 0, flops)
-        bench.arm(case, "eager", attention.attend, sets[:1], exact, 0, flops)
-        del sets, exact
         torch.cuda.empty_cache()
