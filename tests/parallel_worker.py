@@ -264,6 +264,8 @@ def check_speculative(reference: Inkling, model: Inkling, rows: range) -> None:
         assert result.tokens == expected.tokens, options
         assert 0 < sum(result.stats.drafting.accepted) < sum(result.stats.drafting.checked)
         assert all(torch.equal(a, b) for a, b in zip(ours.base, alone.base, strict=True))
+        held, whole = (drafter.markov_head.markov_w2.weight for drafter in (ours, alone))
+        assert len(held) <= -(-len(whole) // model.mesh.plan.tp)
 
 
 def check_nano(reference: Inkling, model: Inkling, rows: range) -> None:

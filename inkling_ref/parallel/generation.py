@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from .. import generation
 from ..dspark import Drafter
@@ -72,10 +73,14 @@ def finish(model: Inkling) -> None:
 
 
 def adopt(drafter: Drafter | Drafting) -> Drafter | Drafting:
-    """Make a drafter of a parallel model see whole tokens and whole logits; it runs alike on every rank."""
+    """Make a drafter of a parallel model one of its world; once for each drafter.
+
+    It sees whole tokens, and all but its head's table W_2 is on every rank: base logits and corrections are by rows of
+    the vocabulary, like the target's, and for each drafted token candidates travel.
+    """
     inner = drafter.drafter if isinstance(drafter, Drafting) else drafter
     model: Inkling = inner.model
-    head, current, observe = model.llm.logits, model.current, inner.observe
+    head, current, observe, propose = model.llm.logits, model.current, inner.observe, inner.propose
 
     @contextmanager
     def observe_all(model: Inkling) -> Iterator[dict[int, Tensor]]:
@@ -99,5 +104,13 @@ def adopt(drafter: Drafter | Drafting) -> Drafter | Drafting:
             current.T = None
 
     inner.observe = observe_all
-    inner.base_logits = lambda h: head.whole(head.local(h, inner.config.softcap))
+    inner.base_logits = lambda h: head.local(h, inner.config.softcap)
+    inner.propose = lambda context, anchors, n, choose: propose(
+        context, anchors, n, lambda local: choose(head.exchange(local))
+    )
+    inner.used = max(head.counts)
+    if inner.markov_head is not None:
+        table, n = inner.markov_head.markov_w2, head.counts[model.mesh.tp.rank]
+        rows = F.pad(table.weight[head.first : head.first + n], (0, 0, 0, inner.used - n))
+        table.weight = nn.Parameter(rows.clone(), requires_grad=False)
     return drafter

@@ -261,7 +261,10 @@ class ShardedHead:
         self.few = 32  # candidates of a rank that top_p begins with
 
     def __call__(self, hidden: Float[Tensor, "B T D"]) -> Float[Tensor, "B T V"]:
-        local = self.local(hidden)
+        return self.exchange(self.local(hidden))
+
+    def exchange(self, local: Float[Tensor, "*shape c"]) -> Float[Tensor, "*shape V"]:
+        """From every rank's logits to those of the vocabulary, or to what `sampling` needs of them."""
         if self.sampling is None or self.tp.size == 1:
             return self.whole(local)
         temperature, top_k, top_p = self.sampling
