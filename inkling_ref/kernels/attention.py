@@ -178,8 +178,7 @@ def attend(
 ) -> Float[Tensor, "B T H*d"]:
     """Twin of `attention.attend`. Scores, bias, softmax and both epilogues stay in float32; p rounds to the dtype of v.
 
-    Few query rows go to `decode` (its `fits` says which), many on a Hopper GPU to `prefill` (`suits`), all others to the
-    kernel of this module.
+    Few query rows go to `decode` (`fits`), many on a Hopper GPU to `prefill` (`suits`), others to this module's kernel.
 
     Raises:
         InputError: see `require`.
