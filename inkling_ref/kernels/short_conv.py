@@ -214,14 +214,14 @@ def _launch(
     """`x` may be read from token `first` <= 0 on; `taps` begin with the current token's."""
     (B, T, C), K = x.shape, len(taps)
     N = 0 if state is None else state.shape[1]
-    tokens = T if T <= _SHORT else _TOKENS
+    tokens = T if T <= _SHORT else _TOKENS if dynamic is None else _TOKENS // 2  # taps take registers
     if dynamic is None:
         # A short call of few rows is cut small, one of many rows not: its programs would start too slowly.
         width = min(64 if T <= _SHORT and B <= 16 else 512, triton.next_power_of_2(C))
         heads, terms = 1, K + 1
     else:
         width = C // dynamic.shape[2]
-        heads, terms = min(2, triton.next_power_of_2(dynamic.shape[2])), 2 * K + 1
+        heads, terms = min(4 if T > _SHORT else 2, triton.next_power_of_2(dynamic.shape[2])), 2 * K + 1
     block = triton.next_power_of_2(width)
     out = torch.empty(B, T, C, dtype=x.dtype, device=x.device)
     _convolve[(triton.cdiv(C, width * heads), triton.cdiv(T, tokens), B)](
