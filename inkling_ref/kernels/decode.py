@@ -422,7 +422,7 @@ def attend_split(
     _decode[(programs,)](
         q, k, v, table, r, prepared(profiles, transposed), part, log, lengths, first, length, first_key, S, pages,
         1 / math.sqrt(d), *q.stride()[:3], *k.stride()[:2], *v.stride()[:2], *r.stride()[:3],
-        R=R, K_S=k.stride(2), V_S=v.stride(2), ROWS=max(16, triton.next_power_of_2(T * Q)), WAYS=tile.ways,
+        R=R, K_S=k.stride(2), V_S=v.stride(2), ROWS=16 if T * Q <= 16 else 64, WAYS=tile.ways,
         WIDTH=max(16, triton.next_power_of_2(d)), DEPTH=max(16, triton.next_power_of_2(T * R)),
         STAGES=tile.stages, NEAR_STAGES=tile.near_stages, EARLY=early, num_warps=tile.warps, **common,
     )  # fmt: skip
