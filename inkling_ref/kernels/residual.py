@@ -8,8 +8,8 @@ $$ \rho_j = 1 / \sqrt{\overline{x_j^2} + \epsilon}, \qquad \mathrm{mix} =
 
 Here with the running maximum and sum of an online softmax over j, one program a token. D = 4608 is no power of two, as
 the tiles of Triton are: a row is 9 chunks of 512, without the 44 % of idle lanes that padding to 8192 would have. All
-sums of a source are taken in one reduction. Where the sources are in 16 bits, and where the tokens are few, NVIDIA GPUs
-from Hopper on run the faster forms of `kernels.residual_hopper` instead.
+sums of a source are taken in one reduction. Where the sources are in 16 bits, and where the tokens are few, Hopper GPUs
+run the faster forms of `kernels.residual_hopper` instead.
 """
 
 # ruff: noqa: RUF005, RET505 (Triton joins tuples with +, does not know *, and wants an else after a return)
@@ -187,8 +187,8 @@ def _mix_and_norm(
 
 @functools.cache
 def _hopper(device: torch.device) -> ModuleType | None:
-    """The faster kernels, where they run."""
-    if INTERPRETED or torch.cuda.get_device_capability(device)[0] < 9:
+    """The faster kernels, where they run: clusters, and 227 KB of shared memory (Hopper, data-centre Blackwell)."""
+    if INTERPRETED or torch.cuda.get_device_capability(device)[0] not in (9, 10):
         return None
     from . import residual_hopper
 
@@ -350,7 +350,7 @@ def join_and_mix(
 ) -> list[Float[Tensor, "B T D"]]:
     """Twin of `fused.join_and_mix`: state, blocks and running sum are written in place, nothing waits for the host.
 
-    One launch for a token a row on NVIDIA GPUs from Hopper on, otherwise one more for the convolution.
+    One launch for a token a row on Hopper GPUs, otherwise one more for the convolution.
 
     Raises:
         InputError: see `require`; blocks or running sum whose tokens do not stand one distance apart.

@@ -1,4 +1,4 @@
-"""The kernels on the depth state for NVIDIA GPUs from Hopper on, in Gluon: with layouts and shared memory by hand.
+"""The kernels on the depth state for Hopper GPUs, in Gluon: with layouts and shared memory by hand.
 
 Both forms look at all sources of a token at once: from every source and query one sum of x q, from every source one
 of x x; then one exchange of all these sums, the softmax, the mixtures, and a second exchange for their norms. What
