@@ -126,6 +126,8 @@ def _cut(model: Inkling, name: str, cut: tuple[slice, ...]) -> None:
         part = parameter[cut].clone(memory_format=torch.contiguous_format)  # a view would keep the whole in memory
         module._parameters[leaf] = nn.Parameter(part, parameter.requires_grad)
         return
+    if module._buffers[leaf].dtype == torch.int32:  # see `Backend.pack_experts`
+        raise InputError(f"{name}: in the order of a kernel, expected parallel.apply.load to read a rank's slices")
     for suffix in ("", *COMPANIONS):  # packed experts
         buffer = module._buffers[leaf + suffix]
         if buffer is not None:
