@@ -6,6 +6,7 @@ layers       the modules of one rank
 apply        from a plain model, or a checkpoint, to one rank
 generation   generate on a world: seeds, candidates, groups that finish at different times
 launch       a process of a world: it joins, and ends with all others when one fails
+synthetic    weights made on the device, for a rank whose checkpoint is not at hand
 run          `inkling-ref run`
 estimate     bytes, FLOPs, collectives and memory of a rank, on paper
 """
