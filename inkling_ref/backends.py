@@ -16,7 +16,10 @@ from .short_conv import dynamic_short_conv, short_conv
 
 @dataclass(frozen=True)
 class Backend:
-    """One implementation per operation; the defaults are the PyTorch reference."""
+    """One implementation per operation; the defaults are the PyTorch reference.
+
+    `pack_experts`: brings a layer's packed experts into the order that `experts` reads best, while they are loaded.
+    """
 
     mix_and_norm: Callable = mix_and_norm
     short_conv: Callable = short_conv
@@ -24,10 +27,11 @@ class Backend:
     attend: Callable = attend
     route: Callable = route
     experts: Callable = experts
+    pack_experts: Callable | None = None
 
     def report(self) -> dict[str, str]:
         """Operation -> where its implementation is defined."""
-        functions = {f.name: getattr(self, f.name) for f in fields(self)}
+        functions = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
         return {name: f"{function.__module__}.{function.__qualname__}" for name, function in functions.items()}
 
 

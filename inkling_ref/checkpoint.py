@@ -32,6 +32,7 @@ from .backends import Backend
 from .config import InklingConfig
 from .errors import InputError
 from .model import Inkling, keeps_float32
+from .moe import ExpertMatrix
 from .quantization import (
     COMPANIONS,
     GROUP,
@@ -283,6 +284,10 @@ def fill(model: Inkling, reader: Any, formats: list[str], storage: Storage) -> N
             else:
                 _load_quantised(reader, module, f"model.{name}", formats[layer], device, dtype, packed)
             done(reader.bytes_read)
+    if packed and dtype == torch.bfloat16 and model.backend.pack_experts is not None:
+        for layer, quantisation in zip(model.llm.layers, formats, strict=True):
+            if quantisation != DENSE:
+                model.backend.pack_experts(layer.mlp.experts)
 
 
 class ShapesOnly(TorchFunctionMode):
@@ -418,19 +423,29 @@ def _plan(model: Inkling, wanted: list[str | None], dtype: torch.dtype | None) -
     formats: dict[int, str] = {}
 
     def expert(name: str, layer: int) -> Part:
-        tensors = {suffix: state[name + suffix] for suffix in ("", *COMPANIONS) if name + suffix in state}
-        packed = _FORMAT_OF_DTYPE[tensors[""].dtype]
+        module = model.llm.layers[layer].mlp.experts
+        matrix = ExpertMatrix(*(None if t is None else t.detach() for t in module.matrix(name.rpartition(".")[2])))
+        repacked = matrix.weight.dtype == torch.int32  # see `Backend.pack_experts`
+        packed = module.stored_format if repacked else _FORMAT_OF_DTYPE[matrix.weight.dtype]
         target = formats[layer] = wanted[layer] or packed
-        *rows, columns = tensors[""].shape
-        shape = (*rows, columns * 2 if packed == NVFP4 else columns)
+        E, D, I = len(matrix.weight), model.config.text.hidden_size, model.config.text.moe_intermediate_size
+        shape = (E, 2 * I, D) if name.endswith(MATRICES[0]) else (E, D, I)
+
+        def released() -> dict[str, Tensor]:
+            stored = matrix
+            if repacked:
+                from .kernels.packing import unpack
+
+                stored = unpack(matrix, *shape[1:])
+            return {s: t for s, t in zip(("", *COMPANIONS), stored, strict=True) if t is not None}
 
         def decoded() -> Tensor:
-            return tensors[""] if packed == DENSE else dequantize_stored(packed, tensors, name=name)
+            return matrix.weight if packed == DENSE else dequantize_stored(packed, released(), name=name)
 
         if target == DENSE:
-            return dense(name, shape, tensors[""].dtype, decoded)
+            return dense(name, shape, matrix.weight.dtype, decoded)
         layout = {s: Layout(*spec) for s, spec in stored_layout(target, shape, f"model.{name}").items()}
-        make = (lambda: tensors) if packed == target else (lambda: quantize_stored(target, decoded(), f"model.{name}"))
+        make = released if packed == target else (lambda: quantize_stored(target, decoded(), f"model.{name}"))
         return Part(
             {f"model.{name}{s}": spec for s, spec in layout.items()},
             lambda: {f"model.{name}{s}": tensor for s, tensor in make().items()},

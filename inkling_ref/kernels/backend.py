@@ -13,6 +13,7 @@ from .decode import attend_cache
 from .experts import experts
 from .head import sample_head
 from .moe import route
+from .packing import pack_layer
 from .qkv import prepare_qkv
 from .residual import join_and_mix, mix_and_norm
 from .short_conv import dynamic_short_conv, short_conv
@@ -33,6 +34,7 @@ def triton_backend() -> Backend:
         attend=attend,
         route=route,
         experts=experts,
+        pack_experts=None if INTERPRETED or torch.cuda.get_device_capability()[0] != 9 else pack_layer,
     )
 
 
