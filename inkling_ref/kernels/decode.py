@@ -18,7 +18,8 @@ $$ y = o \cdot \sigma(L - z) \cdot \sigma(\mathrm{gate}) $$
 
 **The wait for the kernel in front.** Both kernels start before their predecessor has ended (programmatic dependent
 launch). Keys that this call did not write need no waiting: in `attend_cache` their first steps are under way when the
-program waits for its queries, which it does within the loop, after the pipeline's first loads.
+program waits for its queries, which it does within the loop, after the pipeline's first loads. This call's own keys
+are a step of their own behind that wait, in a head's last split.
 
 **Warps own keys.** With up to 16 rows a step's keys are dealt to the warps, each with its own running softmax, as a
 product in three dimensions [warps, rows, keys]: no exchange between warps until the end. More rows fill the wide
@@ -181,6 +182,8 @@ def _decode(
     here = batch == b
     count = tl.sum(tl.where(here, splits, 0), 0)
     rest = pid - tl.sum(tl.where(here, ends, 0), 0) + count * G
+    if DEPENDENT and EARLY and (b >= B) & (pid == 0):  # no row is in use: what comes behind still counts on this wait
+        _wait()
     if b < B:
         o, first_key = tl.sum(tl.where(here, os, 0), 0), tl.sum(tl.where(here, firsts, 0), 0)
         g, split = rest // count, rest % count
@@ -312,7 +315,7 @@ def _combine(
     W: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, PROGRAMS: tl.constexpr, PADDED_B: tl.constexpr,
     NEAR: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    if DEPENDENT:
+    if DEPENDENT:  # who comes behind waits for this kernel, which waits for the splits
         tl.extra.cuda.gdc_launch_dependents()
     _, _, _, splits, ends = _share(
         lengths_ptr, first_ptr, length, first, S, B, G, T, W, X, KEYS, PAGE, NEAR, PROGRAMS, PADDED_B
@@ -449,8 +452,8 @@ def attend_cache(
 ) -> Float[Tensor, "B T H*d"]:
     """Twin of `fused.attend_cache`, for up to 8 tokens. The launch does not depend on the lengths.
 
-    The kernel launched just in front may write this call's slots, from `lengths[b]` on, and everything but the cache's
-    older slots, `lengths` and `table`: these are read before it has ended.
+    Slots below `lengths[b]`, `lengths`, `table` and `profiles` are read before the kernel launched just in front has
+    ended: it must not write them. It may write all else, this call's slots among it.
 
     Args:
         lengths, table: int32. Pages have 64 slots or a multiple.
