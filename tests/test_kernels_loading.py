@@ -4,12 +4,13 @@ import dataclasses
 
 import pytest
 import torch
-from helpers import random_model
+from helpers import random_ids, random_model
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
 import inkling_ref as ir
 from inkling_ref.backends import Backend
+from inkling_ref.errors import InputError
 from inkling_ref.kernels.packing import is_packed, pack_layer
 
 
@@ -50,3 +51,8 @@ def test_packed_experts_can_be_saved_in_another_format(folder, tmp_path):
 def test_other_dtypes_keep_the_released_order(folder):
     # The kernels read their own order in bfloat16 only.
     assert not is_packed(loaded(folder, torch.float32).llm.layers[0].mlp.experts.matrix("w2_weight"))
+
+
+def test_trace_wants_the_released_order(folder):
+    with pytest.raises(InputError, match="trace: the experts are in the kernels' order"):
+        ir.trace(loaded(folder), random_ids(1, 3))

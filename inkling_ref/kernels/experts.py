@@ -288,7 +288,7 @@ def _released(
     def run(x: Tensor, matrix: ExpertMatrix, columns: int, dtype: torch.dtype, first: bool) -> Tensor:
         out = torch.empty(N * k, columns, dtype=dtype, device=x.device)
         form = DENSE if matrix.scale is None else MXFP8 if matrix.amax is None else NVFP4
-        codes = matrix.weight if form == DENSE else matrix.weight.view(torch.uint8)
+        codes = matrix.weight.contiguous() if form == DENSE else matrix.weight.view(torch.uint8)
         scale = codes if form == DENSE else matrix.scale.view(torch.uint8)
         rows = 64
         _released_product[(triton.cdiv(codes.shape[1], rows), len(expert))](

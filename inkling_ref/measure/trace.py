@@ -631,6 +631,8 @@ def trace(
     if (pixel_values is None) != (image_grid_thw is None):
         missing = "pixel_values" if pixel_values is None else "image_grid_thw"
         raise InputError(f"{missing}: missing, expected both as process_images returns them")
+    if any(layer.mlp.experts.matrix("w13_weight").weight.dtype == torch.int32 for layer in model.llm.layers):
+        raise InputError("trace: the experts are in the kernels' order, expected a model loaded on backend 'torch'")
     with watched(model, recording):
         features = None
         if pixel_values is not None:
