@@ -57,6 +57,10 @@ def synthetic(
         elif len(shape) > 1:
             tensor *= 1 / math.sqrt(shape[-1])
         module.register_parameter(leaf, nn.Parameter(tensor))
+    if dtype == torch.bfloat16 and model.backend.pack_experts is not None:  # as `checkpoint.fill` does
+        for layer in model.llm.layers:
+            if layer.mlp.experts.stored_format in (NVFP4, MXFP8):
+                model.backend.pack_experts(layer.mlp.experts)
     return model.requires_grad_(False).eval()
 
 
