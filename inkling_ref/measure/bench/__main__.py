@@ -26,19 +26,19 @@ from .step import bench_step
 
 GROUPS = {  # the most important first: the last ones go without, where time is short
     "decode": bench_decode,
-    "residual": bench_residual,
     "prefill": bench_prefill,
     "flex_prefill": bench_flex_prefill,
-    "short_conv": bench_short_conv,
+    "residual": bench_residual,
     "qkv": bench_qkv,
+    "short_conv": bench_short_conv,
     "router": bench_router,
     "head": bench_head,
     "experts": bench_experts,
-    "flex_decode": bench_flex_decode,
-    "batches": bench_batches,
     "step": bench_step,
+    "batches": bench_batches,
     "draft": bench_draft,
     "swiglu": bench_swiglu,
+    "flex_decode": bench_flex_decode,
 }
 
 
