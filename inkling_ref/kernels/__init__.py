@@ -7,6 +7,7 @@ environment when Triton is first imported they run on a CPU (float32 and float16
 """
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 import triton
@@ -24,7 +25,7 @@ def require(op: str, *tensors: Tensor) -> None:
     """Refuse what the kernels cannot do.
 
     Raises:
-        InputError: for a dtype that no kernel reads, a tensor on the wrong device, or one that wants a gradient.
+        InputError: for a dtype that no kernel reads, a tensor on another device than the current one, or one that wants a gradient.
     """
     device = "cpu" if INTERPRETED else "cuda"
     for t in tensors:
@@ -32,6 +33,8 @@ def require(op: str, *tensors: Tensor) -> None:
             raise InputError(f"triton {op}: {t.dtype}, expected float32, float16 or bfloat16")
         if t.device.type != device:
             raise InputError(f"triton {op}: a tensor on {t.device.type!r}, expected {device!r}")
+        if t.is_cuda and t.device.index != torch.cuda.current_device():
+            raise InputError(f"triton {op}: a tensor on {t.device}, expected cuda:{torch.cuda.current_device()}")
         if t.requires_grad and torch.is_grad_enabled():
             raise InputError(f"triton {op}: the kernels have no backward pass, expected torch.inference_mode()")
 
@@ -39,6 +42,12 @@ def require(op: str, *tensors: Tensor) -> None:
 def processors(device: torch.device) -> int:
     """Multiprocessors of the GPU: how many large programs run at one time. (The interpreter pretends to have 8.)"""
     return 8 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def dependent(device: torch.device) -> bool:
+    """Whether a kernel may be launched before the one in front has ended (PDL): Hopper or later."""
+    return not INTERPRETED and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 _PREPARED: WeakIdKeyDictionary = WeakIdKeyDictionary()
