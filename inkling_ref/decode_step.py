@@ -14,7 +14,7 @@ about ten launches a layer, and projections that read the same input are one pro
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from jaxtyping import Float, Int
@@ -30,6 +30,7 @@ from .model import DecoderLayer, Inkling
 from .residual import wide
 
 PAGE = 128  # slots of a page of a sliding layer's ring
+CONVOLUTIONS = ("key_value_conv", "attention_conv", "mlp_conv")  # whose last inputs are kept
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,13 @@ class StepBackend(Backend):
 
 def join(linears: list[nn.Linear]) -> Float[Tensor, "rows D"]:
     """One weight for several projections of the same input; each of them becomes a view of its rows."""
-    weight = torch.cat([linear.weight.detach() for linear in linears])
-    start = 0
+    weights = [linear.weight.detach() for linear in linears]
+    ends = [w.data_ptr() + w.nbytes for w in weights]
+    storages = {w.untyped_storage().data_ptr() for w in weights}
+    if len(storages) == 1 and all(w.data_ptr() == end for w, end in zip(weights[1:], ends, strict=False)):
+        rows = sum(len(w) for w in weights)  # joined before, for another step
+        return weights[0].as_strided((rows, weights[0].shape[1]), weights[0].stride())
+    weight, start = torch.cat(weights), 0
     for linear in linears:
         stop = start + linear.out_features
         linear.weight.data = weight[start:stop]
@@ -124,13 +130,20 @@ class DecodeStep:
         """Continue from what a cache holds: its positions are copied to their places.
 
         Raises:
-            InputError: for another number of rows, or rows that leave no room for a step.
+            InputError: for another number of rows, rows that leave no room for a step, or a cache that keeps fewer
+                inputs of its convolutions than a step may take back.
         """
         if len(cache.lengths) != len(self.ends):
             raise InputError(f"decode step: made for {len(self.ends)} rows, the cache has {len(cache.lengths)}")
         if cache.length + self.tokens > self.capacity:
             raise InputError(
                 f"decode step: {self.capacity} positions, expected room for {cache.length} and {self.tokens} more"
+            )
+        inputs, slots = self.layers[0].mlp_conv.shape[1], cache.layers[0].mlp_conv.slots
+        if inputs > min(n - start for n, start in zip(cache.lengths, slots.starts, strict=True)):
+            raise InputError(
+                f"decode step: the cache keeps {slots.keep} inputs of its convolutions, expected {inputs} for steps of "
+                f"{self.tokens} tokens: make it with a larger rollback than {cache.rollback}"
             )
         for state, old in zip(self.layers, cache.layers, strict=True):
             for data, place in ((old.keys, state.keys), (old.values, state.values)):
@@ -142,7 +155,7 @@ class DecodeStep:
                     slots = torch.arange(begin, length, device=place.device)
                     entries = data.data[row, :, slots - data.slots.starts[row]]
                     place[state.table[row, slots // self.page], :, slots % self.page] = entries.transpose(0, 1)
-            for name in ("key_value_conv", "attention_conv", "mlp_conv"):
+            for name in CONVOLUTIONS:
                 tail, place = getattr(old, name), getattr(state, name)
                 place.copy_(last(tail.data, tail.slots, cache.lengths, place.shape[1]))
         self.ends = list(cache.lengths)
@@ -184,10 +197,26 @@ class DecodeStep:
         self.ends, self.started = [n + self.tokens for n in begins], True
         return self.hidden
 
+    def next_tokens(self, temperature: float = 0.0, seeds: Int[Tensor, " B"] | None = None) -> Int[Tensor, "B T"]:
+        """The token that follows each of the newest step's: `fused.sample_head`, drawn by seed and position.
+
+        Raises:
+            InputError: for a temperature without seeds.
+        """
+        if temperature != 0 and seeds is None:
+            raise InputError("next_tokens: a temperature needs seeds, expected one a row")
+        config, B, T = self.model.config.text, *self.ids.shape
+        positions = (self.lengths[:, None] + torch.arange(1, T + 1, device=self.ids.device)).flatten().long()
+        seeds = None if seeds is None else seeds.repeat_interleave(T)
+        weight, cap = self.model.llm.unembed.weight[: config.unpadded_vocab_size], config.final_logit_softcapping
+        drawn = {} if seeds is None else {"temperature": temperature, "seeds": seeds, "positions": positions}
+        return self.ops.sample_head(self.hidden.flatten(0, 1), weight, cap, **drawn).view(B, T)
+
     def capture(self) -> None:
         """From now on a step is the replay of one CUDA graph. The state stays as it is."""
-        states = [t for state in self.layers for t in vars(state).values() if isinstance(t, Tensor)]
-        kept = [t.clone() for t in states]
+        states = [getattr(state, name) for state in self.layers for name in CONVOLUTIONS]
+        kept, lengths = [t.clone() for t in states], self.lengths.clone()
+        self.lengths.fill_(-self.tokens)  # rows that are not in use: no slot of the cache is written
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):  # kernels are compiled, and what they derive from parameters is made
@@ -197,7 +226,7 @@ class DecodeStep:
         with torch.cuda.graph(graph):
             self.hidden = self.forward()
         self.graph = graph
-        for t, before in zip(states, kept, strict=True):
+        for t, before in zip([*states, self.lengths], [*kept, lengths], strict=True):
             t.copy_(before)
 
     def forward(self) -> Float[Tensor, "B T D"]:
@@ -259,19 +288,28 @@ def input_norms(layer: DecoderLayer) -> list[Float[Tensor, " D"]]:
 def last(data: Float[Tensor, "B slots C"], slots: Slots, lengths: list[int], count: int) -> Float[Tensor, "B count C"]:
     """The `count` entries before each row's length."""
     first = [n - count - start for n, start in zip(lengths, slots.starts, strict=True)]
-    if min(first) < 0:
-        raise InputError(
-            f"decode step: the cache kept {slots.keep} inputs of its convolutions, expected {count}: "
-            "make it with a larger rollback"
-        )
     index = ranges(first, count, data.device)[..., None].expand(-1, -1, data.shape[2])
     return data.gather(1, index)
 
 
 def step_backend(backend: Backend) -> StepBackend:
-    """The fused operations that go with a model's backend: kernels with kernels, the reference with the reference."""
-    if backend == Backend():
-        return StepBackend()
-    from .kernels.backend import triton_step_backend
+    """The fused operations that go with a model's backend: kernels with kernels, the reference with the reference.
 
-    return triton_step_backend()
+    Raises:
+        InputError: for a backend of other or of mixed operations: nobody but its maker can say what goes with it.
+    """
+    if isinstance(backend, StepBackend):
+        return backend
+    if same_operations(backend, Backend()):
+        return StepBackend()
+    if any(place.startswith(f"{__package__}.kernels.") for place in backend.report().values()):
+        from .kernels.backend import triton_backend, triton_step_backend
+
+        if same_operations(backend, triton_backend()):
+            return triton_step_backend()
+    raise InputError("decode step: the model's backend has operations of its own, expected ops=StepBackend(...)")
+
+
+def same_operations(a: Backend, b: Backend) -> bool:
+    """Whether every operation is the same function."""
+    return all(getattr(a, f.name) is getattr(b, f.name) for f in fields(Backend) if f.name != "pack_experts")

@@ -127,8 +127,9 @@ def prepare_qkv(
         q, r, k, v: the projections W x of this call's tokens.
         k_taps, v_taps: static taps [G d, 1, K], or with dynamic taps the static part [K, G d].
         keys, values: written at the slots of this call: [B, G, S, d], or with a table pages [P, G, S, d] of S slots.
-        lengths: slot of token 0, for each row; None = 0. A row that is not in use has the length -T: nothing of it is
-            written. (Here its first slot is written with what it holds: its table must not name pages of another row.)
+        lengths: slot of token 0, for each row; None = 0. A row that is not in use has the length -T: no slot is
+            written, only its convolutions' state rolls on. (Here its first slot is written with what it holds: its
+            table must not name pages of another row.)
         table: for each row its pages, in order.
         state, rejected: inputs of the convolutions before this call, keys then values: see `with_state`.
         positions, log_scaling: absolute positions, (floor, alpha) of `log_scale`: full layers only.

@@ -24,14 +24,17 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).r
 
 @pytest.fixture(autouse=True)
 def poisoned_outputs(monkeypatch):
-    """New tensors hold NaN (ids: -1), so that an element that is not written shows."""
-    empty = torch.empty
+    """New tensors hold NaN, or integers that no kernel writes, so that an element that is not written shows."""
 
-    def poisoned(*args, **kwargs):
-        out = empty(*args, **kwargs)
-        return out.fill_(math.nan if out.is_floating_point() else -1)
+    def poisoned(make):
+        def made(*args, **kwargs):
+            out = make(*args, **kwargs)
+            return out.fill_(math.nan if out.is_floating_point() else torch.iinfo(out.dtype).min + 77)
 
-    monkeypatch.setattr(torch, "empty", poisoned)
+        return made
+
+    for name in ("empty", "empty_like"):
+        monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
 
 
 def placed(t, dtype=None):
@@ -46,7 +49,9 @@ def placed(t, dtype=None):
 def bound(dtype, eager, exact):
     """1.5 times the reference's own error in that dtype; rounding alone where the reference happens to be better."""
     floor = 16 * torch.finfo(dtype).eps if dtype == torch.float32 else torch.finfo(dtype).eps / 2
-    return max(1.5 * relative_rms(eager, exact), floor)
+    limit = max(1.5 * relative_rms(eager, exact), floor)
+    assert math.isfinite(limit), "the reference itself has no finite result"
+    return limit
 
 
 def check(kernel, reference, tensors, dtype, **arguments):

@@ -4,8 +4,10 @@ import pytest
 import torch
 from helpers import logits, random_ids, random_model, relative_rms
 
-from inkling_ref.decode_step import DecodeStep
+from inkling_ref.backends import Backend
+from inkling_ref.decode_step import DecodeStep, StepBackend, step_backend
 from inkling_ref.errors import InputError
+from inkling_ref.fused import sample_head
 
 PREFIX = [11, 4]  # tokens of the rows before the first step
 
@@ -74,10 +76,45 @@ def test_starts_from_nothing(model):
 def test_the_model_stays_what_it_was():
     model = random_model(dtype=torch.float32)
     ids = random_ids(1, 9)
-    before, size = logits(model, ids), sum(p.numel() for p in model.parameters())
-    DecodeStep(model, 1, 20)
+    before, size = logits(model, ids), held_bytes(model)
+    steps = [DecodeStep(model, 1, 20), DecodeStep(model, 2, 30)]
     assert torch.equal(logits(model, ids), before)
-    assert sum(p.numel() for p in model.parameters()) == size
+    assert held_bytes(model) == size
+    weights = [state.weight.data_ptr() for state in steps[0].layers]
+    assert [state.weight.data_ptr() for state in steps[1].layers] == weights  # joined once
+
+
+def held_bytes(model):
+    storages = {s.data_ptr(): s.nbytes() for s in (p.untyped_storage() for p in model.parameters())}
+    return sum(storages.values())
+
+
+@torch.inference_mode()
+def test_next_tokens(model):
+    step, rows = started(model, tokens=2)
+    hidden = step(random_ids(2, 2, seed=1))
+    assert torch.equal(step.next_tokens(), model.llm.logits(hidden).argmax(-1))
+    seeds = torch.tensor([5, 5])
+    drawn = [step.next_tokens(temperature, seeds) for temperature in (1e-4, 0.9, 0.9)]
+    assert torch.equal(drawn[0], step.next_tokens())
+    assert torch.equal(drawn[1], drawn[2])
+    positions = torch.tensor([[len(row) + 1, len(row) + 2] for row in rows])
+    exact = sample_head(hidden.flatten(0, 1), used(model), 30.0, 0.9, seeds.repeat_interleave(2), positions.flatten())
+    assert torch.equal(drawn[1].flatten(), exact)
+    with pytest.raises(InputError, match="a temperature needs seeds"):
+        step.next_tokens(0.5)
+
+
+def used(model):
+    return model.llm.unembed.weight[: model.config.text.unpadded_vocab_size]
+
+
+def test_follows_the_models_backend():
+    assert step_backend(Backend()) == StepBackend()
+    own = StepBackend(route=lambda *_: None)
+    assert step_backend(own) is own
+    with pytest.raises(InputError, match="operations of its own, expected ops=StepBackend"):
+        step_backend(Backend(route=lambda *_: None))
 
 
 @torch.inference_mode()
@@ -94,5 +131,7 @@ def test_refuses_what_does_not_fit(model):
         step(random_ids(2, 2))
     with pytest.raises(InputError, match="room for 11 and 2 more"):
         started(model, capacity=12, tokens=2)
+    with pytest.raises(InputError, match="keeps 3 inputs of its convolutions, expected 6 for steps of 4 tokens"):
+        DecodeStep(model, 2, 20, tokens=4).take(model.new_cache(2, rollback=0))
     with pytest.raises(InputError, match="made for 2 rows, the cache has 3"):
         step.take(model.new_cache(3))
