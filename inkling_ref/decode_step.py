@@ -27,6 +27,7 @@ from .backends import Backend
 from .cache import Cache, Log, Slots, ranges
 from .errors import InputError
 from .model import DecoderLayer, Inkling
+from .moe import MoE
 from .residual import wide
 
 PAGE = 128  # slots of a page of a sliding layer's ring
@@ -105,8 +106,14 @@ class DecodeStep:
         """`ops`: None takes the backend that the model was made with.
 
         Raises:
-            InputError: for sizes below 1, or a capacity below the tokens of one step.
+            InputError: for sizes below 1, a capacity below the tokens of one step, or one rank's part of a model.
         """
+        if not all(isinstance(n, int) for n in (batch_size, capacity, tokens, page)) or page < 1:
+            raise InputError(
+                f"decode step: {batch_size}, {capacity}, {tokens}, {page}, expected integers and a page >= 1"
+            )
+        if any(type(layer.mlp) is not MoE for layer in model.llm.layers):
+            raise InputError("decode step: a part of a model, expected a whole one")
         if batch_size < 1 or tokens < 1 or capacity < tokens:
             raise InputError(
                 f"decode step: {batch_size} rows of {tokens} tokens in {capacity} positions, expected at least one "
@@ -139,6 +146,15 @@ class DecodeStep:
             raise InputError(
                 f"decode step: {self.capacity} positions, expected room for {cache.length} and {self.tokens} more"
             )
+        for state, old in zip(self.layers, cache.layers, strict=False):
+            kept, place = old.keys.data, state.keys
+            if (kept.shape[1], kept.shape[3], kept.dtype) != (place.shape[1], place.shape[3], place.dtype):
+                raise InputError(
+                    f"decode step: the cache holds {kept.shape[1]} heads of {kept.shape[3]} in {kept.dtype}, expected "
+                    f"{place.shape[1]} of {place.shape[3]} in {place.dtype}"
+                )
+        if len(cache.layers) != len(self.layers):
+            raise InputError(f"decode step: the cache has {len(cache.layers)} layers, expected {len(self.layers)}")
         inputs, slots = self.layers[0].mlp_conv.shape[1], cache.layers[0].mlp_conv.slots
         if inputs > min(n - start for n, start in zip(cache.lengths, slots.starts, strict=True)):
             raise InputError(
@@ -170,16 +186,25 @@ class DecodeStep:
             rejected: for each row how many of the newest tokens of the step before do not count; None = none.
 
         Raises:
-            InputError: for another shape, more taken back than the step before gave, or no room left.
+            InputError: for another shape or dtype, more taken back than the step before gave, no room left, or a model
+                whose projections are no longer those of the step. That ids are in range is not checked: it would wait
+                for the device.
         """
         rejected = rejected or [0] * len(self.ends)
+        if ids.dtype not in (torch.int32, torch.int64):
+            raise InputError(f"decode step: ids are {ids.dtype}, expected integers")
+        if any(
+            s.weight.data_ptr() != l.attn.wq_du.weight.data_ptr()
+            for s, l in zip(self.layers, self.model.llm.layers, strict=True)
+        ):
+            raise InputError("decode step: the model's weights were replaced, expected a new DecodeStep after that")
         most = self.tokens - 1 if self.started else 0
         if ids.shape != self.ids.shape or len(rejected) != len(self.ends):
             raise InputError(
                 f"decode step: ids {tuple(ids.shape)} and {len(rejected)} counts of rejected tokens, expected "
                 f"{tuple(self.ids.shape)} and {len(self.ends)}"
             )
-        if not all(0 <= n <= most for n in rejected):
+        if not all(isinstance(n, int) and 0 <= n <= most for n in rejected):
             raise InputError(f"decode step: {rejected} tokens rejected, expected 0 to {most} of the step before")
         begins = [end - n for end, n in zip(self.ends, rejected, strict=True)]
         if max(begins) + self.tokens > self.capacity:

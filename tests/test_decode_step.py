@@ -84,6 +84,16 @@ def test_the_model_stays_what_it_was():
     assert [state.weight.data_ptr() for state in steps[1].layers] == weights  # joined once
 
 
+@torch.inference_mode()
+def test_notices_replaced_weights():
+    model = random_model()
+    step = DecodeStep(model, 1, 20)
+    step(random_ids(1, 1))
+    model.load_state_dict({name: t.clone() for name, t in model.state_dict().items()}, assign=True)
+    with pytest.raises(InputError, match="weights were replaced, expected a new DecodeStep"):
+        step(random_ids(1, 1))
+
+
 def held_bytes(model):
     storages = {s.data_ptr(): s.nbytes() for s in (p.untyped_storage() for p in model.parameters())}
     return sum(storages.values())
@@ -131,6 +141,14 @@ def test_refuses_what_does_not_fit(model):
         step(random_ids(2, 2))
     with pytest.raises(InputError, match="room for 11 and 2 more"):
         started(model, capacity=12, tokens=2)
+    with pytest.raises(InputError, match="expected integers and a page >= 1"):
+        DecodeStep(model, 1, 20, page=0)
+    with pytest.raises(InputError, match=r"ids are torch.float64, expected integers"):
+        step(random_ids(2, 2).double())
+    with pytest.raises(InputError, match=r"\[0.5, 0\] tokens rejected"):
+        step(random_ids(2, 2), [0.5, 0])
+    with pytest.raises(InputError, match=r"in torch.float32, expected 3 of 10 in torch.float64"):
+        step.take(random_model().new_cache(2))
     with pytest.raises(InputError, match="keeps 3 inputs of its convolutions, expected 6 for steps of 4 tokens"):
         DecodeStep(model, 2, 20, tokens=4).take(model.new_cache(2, rollback=0))
     with pytest.raises(InputError, match="made for 2 rows, the cache has 3"):
