@@ -4,6 +4,8 @@ They have the kernels' signatures: caches and states have fixed addresses and ar
 on the device, so that a CUDA graph can replay a call.
 """
 
+import math
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -214,16 +216,20 @@ def uniform(V: int, seeds: Int[Tensor, " N"], positions: Int[Tensor, " N"]) -> F
     """Float32 random numbers in (0, 1], one a token id: word id % 4 of counter (id // 4, position) under key seed."""
     mask = 0xFFFFFFFF
     groups = torch.arange(-(-V // 4), device=seeds.device)
-    s, p = seeds[:, None], positions[:, None]
+    s, p = seeds.long()[:, None], positions.long()[:, None]
     words = philox((groups, p & mask, p >> 32 & mask, torch.zeros_like(p)), (s & mask, s >> 32 & mask))
     words = torch.stack(words, dim=-1).flatten(1)[:, :V]
     return words.float() * 2.0**-32 + 2.0**-33
 
 
 def check_draw(temperature: float, seeds: Tensor | None, positions: Tensor | None) -> None:
-    """Raises InputError for a temperature below 0, or one above it without seeds and positions to draw with."""
-    if temperature < 0:
-        raise InputError(f"temperature is {temperature!r}, expected a number >= 0")
+    """What `choose` is given must be able to draw.
+
+    Raises:
+        InputError: for a temperature that is no finite number >= 0, or one above 0 without seeds and positions.
+    """
+    if not 0 <= temperature < math.inf:
+        raise InputError(f"temperature is {temperature!r}, expected a finite number >= 0")
     if temperature > 0 and (seeds is None or positions is None):
         raise InputError(f"temperature is {temperature!r} without seeds and positions, expected one of each a row")
 

@@ -139,8 +139,15 @@ def test_refuses_to_draw_without_seeds():
     for function in (head.sample_head, fused.sample_head):
         with pytest.raises(InputError, match=r"temperature is 0\.5 without seeds and positions, expected one"):
             function(hidden, weight, 30.0, 0.5)
-        with pytest.raises(InputError, match="temperature is -1, expected a number >= 0"):
+        with pytest.raises(InputError, match="temperature is -1, expected a finite number >= 0"):
             function(hidden, weight, 30.0, -1)
+
+
+def test_seeds_and_positions_of_any_integers():
+    seeds, positions = torch.tensor([3, -8, 5], dtype=torch.int32), torch.tensor([2, 0, 9], dtype=torch.int32)
+    assert torch.equal(fused.uniform(9, seeds, positions), fused.uniform(9, seeds.long(), positions.long()))
+    with pytest.raises(InputError, match="temperature is nan, expected a finite number"):
+        fused.choose(torch.zeros(1, 3), math.nan, seeds[:1], positions[:1])
 
 
 def test_only_the_used_rows_of_the_weight_count():
