@@ -106,6 +106,13 @@ def test_attend_cache(sizes, lengths, window, page, dtype):
     check(decode_kernel.attend_cache, fused.attend_cache, tensors, dtype, **arguments)
 
 
+def test_attend_cache_reads_strided_integers():
+    tensors, arguments = cache(operands(B=3, T=2, S=150, **SMALL), [148, 5, 70], None, 64)
+    for name in ("lengths", "table"):
+        arguments[name] = torch.stack([arguments[name], torch.full_like(arguments[name], 9)], -1)[..., 0]
+    check(decode_kernel.attend_cache, fused.attend_cache, tensors, torch.float32, **arguments)
+
+
 def test_attend_cache_is_attend():
     tensors, lengths = operands(T=2, S=75), [73, 30]
     expected = attention.attend(**tensors, offsets=lengths, window=9)

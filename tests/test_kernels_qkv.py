@@ -115,7 +115,44 @@ def test_documents_do_not_read_their_neighbours():
         assert torch.equal(actual[name][:, :, 5:7], expected[name][:, :, 5:7])
 
 
-def test_a_long_state_is_refused():
-    tensors, arguments, cache = case(1, 18, 2, 1, 8, 3, N=19)
-    with pytest.raises(InputError, match="a state of 19 rows, expected at most"):
+def strided(t):
+    """The same values, every other element in memory; NaN (integers: 99) between."""
+    wide = torch.full((*t.shape, 2), math.nan if t.is_floating_point() else 99, dtype=t.dtype, device=t.device)
+    wide[..., 0] = t
+    return wide[..., 0]
+
+
+def test_strided_arguments_are_read():
+    tensors, arguments, cache = case(3, 2, 4, 2, 8, 3, N=5, dynamic=True, pages=True, rejected=True)
+    tensors = {name: t.to(DEVICE) for name, t in tensors.items()}
+    expected = outputs(qkv.prepare_qkv, tensors, arguments, cache, torch.float32)
+    strided_too = {n: strided(t) if isinstance(t, torch.Tensor) else t for n, t in arguments.items()}
+    given = {n: t if n == "state" else strided(t) for n, t in tensors.items()}
+    call, state = strided_too | given, given["state"].clone()
+    caches = {name: torch.full(cache, math.nan, device=DEVICE) for name in ("keys", "values")}
+    q, r = qkv.prepare_qkv(**call | {"state": state}, **caches)
+    for name, y in {"q": q, "r": r, **caches, "state": state}.items():
+        assert torch.equal(y.nan_to_num(7), expected[name].nan_to_num(7)), name
+
+
+@pytest.mark.parametrize("name", ["keys", "values", "state"])
+def test_strided_outputs_are_refused(name):
+    tensors, arguments, cache = case(2, 1, 2, 1, 8, 3)
+    given = {n: t.to(DEVICE) for n, t in tensors.items()}
+    given |= {n: torch.zeros(cache, device=DEVICE) for n in ("keys", "values")}
+    given[name] = strided(given[name])
+    with pytest.raises(InputError, match=f"^triton prepare_qkv: .*{name} of channels 2 apart"):
+        qkv.prepare_qkv(**given, **arguments)
+
+
+REFUSED = {  # T, K, N and the message
+    "more rows than tokens": (18, 4, 19, "a state of 19 rows, expected at most the call's 18 tokens"),
+    "longer than a run": (17, 6, 5, "6 taps on a state, expected at most 5"),
+}
+
+
+@pytest.mark.parametrize(("T", "K", "N", "message"), REFUSED.values(), ids=REFUSED)
+def test_a_state_is_refused(T, K, N, message):
+    tensors, arguments, cache = case(1, T, 2, 1, 8, 3, K=K, N=N)
+    with pytest.raises(InputError, match=f"^triton prepare_qkv: {message}"):
         outputs(qkv.prepare_qkv, tensors, arguments, cache, torch.float32)

@@ -8,6 +8,7 @@ from helpers import relative_rms
 from kernel_contract import DEVICE, DTYPES, bound, dtypes, needs_device, placed, poisoned_outputs  # noqa: F401 (fixture)
 
 from inkling_ref import fused, residual
+from inkling_ref.errors import InputError
 from inkling_ref.kernels import residual as residual_kernel
 from inkling_ref.kernels import residual_hopper
 
@@ -111,6 +112,26 @@ def test_join_and_mix(D, T, rows, rejected, count, queries, opens, ends, dtype):
     assert not ends or torch.equal(partial[0], partial[0].to(dtype).float())
     assert torch.equal(after["state"], eager_after["state"])
     assert torch.equal(after["blocks"].nan_to_num(7), eager_after["blocks"].nan_to_num(7))
+
+
+def test_strided_arguments():
+    """Norm weights and `rejected` are read as they lie; a state, written in place, is refused."""
+    wide, sources, q = placed(torch.randn(2, 74)), placed(torch.randn(2, 3, 4, 37)), placed(torch.randn(2, 37))
+    weights = [wide[0, ::2], wide[1, 1::2]]
+    expected = residual.mix_and_norm(sources, q, weights, 1e-5, torch.float32)
+    actual = residual_kernel.mix_and_norm(sources, q, weights, 1e-5, torch.float32)
+    rejected = torch.tensor([[1, 7], [0, 7]], device=DEVICE)[:, 0]
+    y, weight, state = (placed(torch.randn(*shape)) for shape in ((2, 3, 37), (37, 1, 4), (2, 5, 37)))
+
+    def join(op, state):
+        partial = sources[:, :, 3].clone()
+        return op(y, state, weight, sources.clone(), partial, 2, q, weights, 1e-5, rejected=rejected)
+
+    actual += join(residual_kernel.join_and_mix, state.clone())
+    for a, b in zip(actual, expected + join(fused.join_and_mix, state.clone()), strict=True):
+        assert relative_rms(a, b) < 1e-6
+    with pytest.raises(InputError, match=r"^triton join_and_mix: a state of channels 5 apart"):
+        join(residual_kernel.join_and_mix, state.mT.contiguous().mT)
 
 
 def emulate(ptx, V, blocks, warps, values):

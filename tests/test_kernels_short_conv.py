@@ -1,11 +1,13 @@
-"""Contract of the short convolutions' kernels."""
+"""Contract of the short convolutions' kernels, and of what all kernels share."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import relative_rms
 from kernel_contract import DEVICE, check, dtypes, needs_device, poisoned_outputs  # noqa: F401 (a fixture)
 
-from inkling_ref import fused, short_conv
+from inkling_ref import fused, kernels, short_conv
 from inkling_ref.errors import InputError
 from inkling_ref.kernels import short_conv as short_conv_kernel
 
@@ -78,7 +80,54 @@ def test_rolling_equals_one_call():
         rejected.fill_(2)
 
 
-def test_a_long_state_is_refused():
-    x, weight = torch.randn(1, 2, 8, device=DEVICE), torch.randn(8, 1, 4, device=DEVICE)
-    with pytest.raises(InputError, match="a state of 17 rows, expected at most 16"):
-        short_conv_kernel.rolling_short_conv(x, torch.zeros(1, 17, 8, device=DEVICE), weight)
+def test_rolling_reads_strided_rejected():
+    rejected = torch.tensor([[2, 0], [0, 9], [1, 9]], device=DEVICE)[:, 0]
+    x, weight, state = torch.randn(3, 2, 12), torch.randn(12, 1, 3), torch.randn(3, 5, 12)
+    x, weight, state = (t.to(DEVICE) for t in (x, weight, state))
+    expected = fused.rolling_short_conv(x, state.clone(), weight, rejected)
+    assert relative_rms(short_conv_kernel.rolling_short_conv(x, state, weight, rejected), expected) < 1e-6
+
+
+REFUSED = {  # T, K, rows of the state, distance of its channels, and the message
+    "strided": (2, 4, 3, 2, "channels 2 apart, expected adjacent"),
+    "more rows than tokens": (17, 4, 18, 1, "a state of 18 rows, expected at most the call's 17"),
+    "longer than a run": (40, 12, 11, 1, "12 taps on a state, expected at most 9"),
+}
+
+
+@pytest.mark.parametrize(("T", "K", "N", "apart", "message"), REFUSED.values(), ids=REFUSED)
+def test_a_state_is_refused(T, K, N, apart, message):
+    state = torch.zeros(1, N, 8 * apart, device=DEVICE)[..., ::apart]
+    x, weight = torch.randn(1, T, 8, device=DEVICE), torch.randn(8, 1, K, device=DEVICE)
+    with pytest.raises(InputError, match=f"^triton rolling_short_conv: .*{message}"):
+        short_conv_kernel.rolling_short_conv(x, state, weight)
+
+
+def test_many_taps_in_a_short_call_or_without_a_state():
+    x, weight, state = torch.randn(1, 16, 8), torch.randn(8, 1, 12), torch.randn(1, 17, 8)
+    check(
+        lambda x, weight, state: short_conv_kernel.rolling_short_conv(x, state.clone(), weight),
+        lambda x, weight, state: fused.rolling_short_conv(x, state.clone(), weight),
+        {"x": x, "weight": weight, "state": state}, torch.float32,
+    )  # fmt: skip
+    check(
+        short_conv_kernel.short_conv, short_conv.short_conv, {"u": torch.randn(1, 51, 8), "weight": weight},
+        torch.float32,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("capability", "expected"), [((8, 9), False), ((9, 0), True), ((12, 0), True)], ids=str)
+def test_dependent_launches_need_hopper(capability, expected, monkeypatch):
+    monkeypatch.setattr(kernels, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert kernels.dependent.__wrapped__(torch.device("cuda", 0)) is expected
+
+
+def test_another_gpu_is_refused(monkeypatch):
+    monkeypatch.setattr(kernels, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    ids = SimpleNamespace(
+        is_floating_point=lambda: False, device=torch.device("cuda", 1), is_cuda=True, requires_grad=False
+    )
+    with pytest.raises(InputError, match="a tensor on cuda:1, expected cuda:0"):
+        kernels.require("op", ids)

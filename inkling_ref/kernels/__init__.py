@@ -4,6 +4,11 @@
 compute in float32 and round once, at the store; they are therefore a little more accurate in 16 bits than the
 reference, which rounds between its steps. Importing these modules needs Triton. With TRITON_INTERPRET=1 in the
 environment when Triton is first imported they run on a CPU (float32 and float16; its bfloat16 is wrong).
+
+Beside the letters of `inkling_ref`: P are the pages of a cache and S the slots of one (without a table of pages: batch
+rows, and slots of a row); Q the query heads of a key/value head, H / G, and in `residual` the queries of a mixture;
+N the rows of a convolution's state, or tokens flattened to B*T where there is no such state.
+Arguments may be strided, unless they are written in place: there the last axis must be adjacent in memory.
 """
 
 from collections.abc import Callable
@@ -25,7 +30,8 @@ def require(op: str, *tensors: Tensor) -> None:
     """Refuse what the kernels cannot do.
 
     Raises:
-        InputError: for a dtype that no kernel reads, a tensor on another device than the current one, or one that wants a gradient.
+        InputError: for a dtype that no kernel reads, a tensor that is not on the current device, or one that wants a
+            gradient.
     """
     device = "cpu" if INTERPRETED else "cuda"
     for t in tensors:
@@ -54,7 +60,11 @@ _PREPARED: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def prepared(parameter: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
-    """make(parameter), made once and again when the parameter has changed; forgotten with it."""
+    """make(parameter), made once, and again when the parameter has moved or changed; forgotten with it.
+
+    PyTorch counts no changes of an inference tensor: one that was made under `torch.inference_mode` must not be changed
+    in place after its first use here.
+    """
     version = 0 if parameter.is_inference() else parameter._version
     state = (make, parameter.data_ptr(), parameter.dtype, version)
     known = _PREPARED.get(parameter)

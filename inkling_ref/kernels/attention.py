@@ -1,7 +1,7 @@
 r"""Attention with relative bias, sink and gate: few rows go to `decode`, more to the kernel below.
 
 A program owns a tile of query rows of one key/value head and walks a range of its keys once, with the running softmax
-of FlashAttention, in base 2. A row is a (query, head) pair: row r is query r // Q and head r % Q of the Q = H / G heads
+of FlashAttention, in base 2. A row is a (query, head) pair: row i is query i // Q and head i % Q of the Q = H / G heads
 that share the key/value head, so that a key is read once for all of them.
 
 **Relative bias as a matrix product.** With the profiles stored transposed, P^T [X, R], key n at distance o + t - n
@@ -28,11 +28,8 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from . import LOG2E, prefill, prepared, require
-from .decode import attend_split, fits, transposed
-
-_LOWEST: tl.constexpr = tl.constexpr(-1e30)  # stands for -inf where a difference of two must not be NaN
-_LOG2E: tl.constexpr = tl.constexpr(LOG2E)
+from . import prefill, prepared, require
+from .decode import LOWEST, TO_BASE2, attend_split, fits, transposed
 
 
 class Tile(NamedTuple):
@@ -95,10 +92,10 @@ def _attend(
         mine = real[:, None] & (j2[None, :] // R == t[:, None])
         r2 = tl.load(r_rows[:, None] + j2[None, :] % R, mask=mine, other=0.0)
 
-    top = tl.full([ROWS], _LOWEST, tl.float32)
+    top = tl.full([ROWS], LOWEST, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, WIDTH], tl.float32)
-    to_base2 = scale * _LOG2E
+    to_base2 = scale * TO_BASE2
 
     for n0 in tl.range(low, middle, KEYS, num_stages=STAGES):
         n = n0 + keys
@@ -153,13 +150,13 @@ def _attend(
 
     some = total > 0  # a row that saw no key has the sum 0 and a weight of nothing
     acc = acc / tl.where(some, total, 1.0)[:, None]
-    log = tl.where(some, top + tl.log2(tl.where(some, total, 1.0)), _LOWEST)
+    log = tl.where(some, top + tl.log2(tl.where(some, total, 1.0)), LOWEST)
     row_index = (b * T + token) * (G * Q) + head  # of [B, T, H]
     store = real[:, None] & inside[None, :]
     z = tl.load(sink_ptr + b.to(tl.int64) * z_b + token * z_t + head, mask=real, other=0.0).to(tl.float32)
     gate_rows = gate_ptr + b.to(tl.int64) * gate_b + token * gate_t + head * d
     gate = tl.load(gate_rows[:, None] + channels[None, :], mask=store, other=0.0).to(tl.float32)
-    y = acc * tl.sigmoid(log / _LOG2E - z)[:, None] * tl.sigmoid(gate)
+    y = acc * tl.sigmoid(log / TO_BASE2 - z)[:, None] * tl.sigmoid(gate)
     tl.store(out_ptr + row_index[:, None] * d + channels[None, :], y.to(out_ptr.dtype.element_ty), mask=store)
 
 
@@ -211,7 +208,11 @@ def attend_tiled(
     first_keys: list[int] | None = None,
     document_ids: Tensor | None = None,
 ) -> Float[Tensor, "B T width"]:
-    """`attend` with a given tile: what a measurement varies."""
+    """`attend` with a given tile: what a measurement varies.
+
+    Raises:
+        InputError: see `require`.
+    """
     require("attend", q, k, v, r, profiles, sink, gate)
     q, k, v, r, sink, gate = (u if u.stride(-1) == 1 else u.contiguous() for u in (q, k, v, r, sink, gate))
     (B, T, H, d), (G, S), (R, X) = q.shape, k.shape[1:3], profiles.shape

@@ -1,6 +1,6 @@
-r"""Decoding attention: up to eight query rows over a long cache, cut into splits of the keys.
+r"""Decoding attention: up to eight queries over a long cache, cut into splits of the keys.
 
-A row of the product is a (query, head) pair: row r is query r // Q and head r % Q of the Q = H / G heads that share a
+A row of the product is a (query, head) pair: row i is query i // Q and head i % Q of the Q = H / G heads that share a
 key/value head, so that a key is read once for all of them. The relative bias is a product too (`attention`).
 
 **Splits.** Few rows leave processors idle, so the keys of every (batch row, key/value head) are cut into splits, and
@@ -36,10 +36,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..errors import InputError
-from . import INTERPRETED, LOG2E, prepared, processors, require
+from . import LOG2E, dependent, prepared, processors, require
 
-_LOWEST: tl.constexpr = tl.constexpr(-1e30)  # stands for -inf where a difference of two must not be NaN
-_LOG2E: tl.constexpr = tl.constexpr(LOG2E)
+LOWEST: tl.constexpr = tl.constexpr(-1e30)  # stands for -inf where a difference of two must not be NaN
+TO_BASE2: tl.constexpr = tl.constexpr(LOG2E)
 
 
 class Tile(NamedTuple):
@@ -221,14 +221,14 @@ def _decode(
             page = tl.load(table_ptr + index, mask=index < pages, other=0)
 
         if WAYS > 1:
-            top = tl.full([WAYS, ROWS], _LOWEST, tl.float32)
+            top = tl.full([WAYS, ROWS], LOWEST, tl.float32)
             acc = tl.zeros([WAYS, ROWS, WIDTH], tl.float32)
             total = tl.zeros([WAYS, ROWS], tl.float32)
         else:
-            top = tl.full([ROWS], _LOWEST, tl.float32)
+            top = tl.full([ROWS], LOWEST, tl.float32)
             acc = tl.zeros([ROWS, WIDTH], tl.float32)
             total = tl.zeros([ROWS], tl.float32)
-        to_base2 = scale * _LOG2E
+        to_base2 = scale * TO_BASE2
 
         for step in tl.range(begin, middle, num_stages=STAGES):
             n0 = origin + step * KEYS
@@ -304,7 +304,7 @@ def _decode(
         total = tl.where(some, total, 1.0)
         part_rows = part_ptr + (pid * (T * Q) + rows) * d
         tl.store(part_rows[:, None] + channels[None, :], acc / total[:, None], mask=real[:, None] & inside[None, :])
-        tl.store(log_ptr + rows * PROGRAMS + pid, tl.where(some, top + tl.log2(total), _LOWEST), mask=real)
+        tl.store(log_ptr + rows * PROGRAMS + pid, tl.where(some, top + tl.log2(total), LOWEST), mask=real)
 
 
 @triton.jit(do_not_specialize=["length", "first", "S"])
@@ -325,21 +325,21 @@ def _combine(
     here = tl.arange(0, PADDED_B) == b
     count = tl.sum(tl.where(here, splits, 0), 0)
     start = tl.sum(tl.where(here, ends, 0), 0) - (G - h // Q) * count
-    r = t * Q + h % Q
+    pair = t * Q + h % Q
     each, channels = tl.arange(0, SPLITS), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channels < d
     z = tl.load(sink_ptr + b.to(tl.int64) * z_b + t * z_t + h).to(tl.float32)
     gate = tl.load(gate_ptr + b.to(tl.int64) * gate_b + t * gate_t + h * d + channels, mask=inside, other=0.0)
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
-    top = tl.full([1], _LOWEST, tl.float32)
+    top = tl.full([1], LOWEST, tl.float32)
     total = tl.full([1], 0.0, tl.float32)
     acc = tl.full([BLOCK], 0.0, tl.float32)
     for i in range(0, count, SPLITS):
         live = i + each < count
-        log = tl.load(log_ptr + r * PROGRAMS + start + i + each, mask=live, other=_LOWEST)
+        log = tl.load(log_ptr + pair * PROGRAMS + start + i + each, mask=live, other=LOWEST)
         part = tl.load(
-            part_ptr + ((start + i + each[:, None]) * (T * Q) + r) * d + channels[None, :],
+            part_ptr + ((start + i + each[:, None]) * (T * Q) + pair) * d + channels[None, :],
             mask=live[:, None] & inside[None, :], other=0.0,
         )  # fmt: skip
         new_top = tl.maximum(top, tl.max(log, 0))
@@ -349,7 +349,7 @@ def _combine(
         acc = acc * shrink + tl.sum(part * weight[:, None], 0)
         top = new_top
     total = tl.where(total > 0, total, 1.0)
-    y = acc / total * tl.sigmoid((top + tl.log2(total)) / _LOG2E - z) * tl.sigmoid(gate.to(tl.float32))
+    y = acc / total * tl.sigmoid((top + tl.log2(total)) / TO_BASE2 - z) * tl.sigmoid(gate.to(tl.float32))
     tl.store(out_ptr + row.to(tl.int64) * d + channels, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -400,8 +400,11 @@ def attend_split(
 
     Args:
         lengths, first: slot of query 0 and the first slot that holds a key: a number for all rows, or int32 tensors.
-        early: whether keys below `lengths` may be read before the kernel in front has ended.
+        early: whether keys below `lengths` may be read before the kernels in front have ended, see `attend_cache`.
         tile: what a measurement varies; None = `choose_tile`.
+
+    Raises:
+        InputError: see `require`.
     """
     require("attend", q, k, v, r, profiles, sink, gate)
     q, k, v, r, sink, gate = (u if u.stride(-1) == 1 else u.contiguous() for u in (q, k, v, r, sink, gate))
@@ -415,13 +418,18 @@ def attend_split(
     out = torch.empty(B, T, H * d, dtype=q.dtype, device=q.device)
     part = torch.empty(programs, T * Q, d, dtype=torch.float32, device=q.device)
     log = torch.empty(T * Q, programs, dtype=torch.float32, device=q.device)
+    given = [u for u in (lengths, first, table) if isinstance(u, Tensor)]
+    if not all(u.is_contiguous() for u in given):  # their copies come from the kernel in front
+        early = False
+        lengths, first, table = (u.contiguous() if isinstance(u, Tensor) else u for u in (lengths, first, table))
     length, lengths = (0, lengths) if isinstance(lengths, Tensor) else (lengths, None)
     first_key, first = (0, first) if isinstance(first, Tensor) else (first, None)
-    dependent = not INTERPRETED
+    pdl = dependent(q.device)
     common = {
         "B": B, "T": T, "G": G, "Q": Q, "d": d, "X": X, "W": window or 0, "PAGE": page, "KEYS": tile.keys,
-        "PROGRAMS": programs, "PADDED_B": triton.next_power_of_2(B), "NEAR": tile.near_weight, "DEPENDENT": dependent,
-    } | ({"launch_pdl": True} if dependent else {})  # fmt: skip
+        "PROGRAMS": programs, "PADDED_B": triton.next_power_of_2(B), "NEAR": tile.near_weight, "DEPENDENT": pdl,
+        "launch_pdl": pdl,
+    }  # fmt: skip
     _decode[(programs,)](
         q, k, v, table, r, prepared(profiles, transposed), part, log, lengths, first, length, first_key, S, pages,
         1 / math.sqrt(d), *q.stride()[:3], *k.stride()[:2], *v.stride()[:2], *r.stride()[:3],
@@ -452,8 +460,11 @@ def attend_cache(
 ) -> Float[Tensor, "B T H*d"]:
     """Twin of `fused.attend_cache`, for up to 8 tokens. The launch does not depend on the lengths.
 
-    Slots below `lengths[b]`, `lengths`, `table` and `profiles` are read before the kernel launched just in front has
-    ended: it must not write them. It may write all else, this call's slots among it.
+    Slots below `lengths[b]`, `lengths`, `table` and `profiles` are read before the kernels in front have ended; all
+    else, this call's slots among it, after. It is not the last kernel alone that may still be running: `prepare_qkv`
+    and the short convolutions let the next kernel start before they wait for the one in front of them. So between what
+    wrote those four and this call there must be a kernel that was launched without programmatic dependence, which
+    starts only when all before it has ended. Any PyTorch operation is one; in `DecodeStep` the projections are.
 
     Args:
         lengths, table: int32. Pages have 64 slots or a multiple.

@@ -22,7 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..dspark import MarkovHead
 from ..errors import InputError
-from . import INTERPRETED, processors, require
+from . import dependent, processors, require
 from .approximate import tanh
 from .head import drawn_with, gumbel, inverse, packed, uniform
 
@@ -134,26 +134,28 @@ def draft_rnn(
     """
     if head.kind != "rnn":
         raise InputError(f"triton draft_rnn: a head of kind {head.kind!r}, expected 'rnn'")
-    w1, w2, joint = head.markov_w1.weight, head.markov_w2.weight, head.joint_proj
-    require("draft_rnn", h, base, w1, w2, joint.weight)
+    weights = head.markov_w1.weight, head.markov_w2.weight, head.joint_proj.weight
+    require("draft_rnn", h, base, *weights)
+    w1, w2, joint = (w.contiguous() for w in weights)
     seeds, positions = drawn_with(temperature, seeds, None if positions is None else positions.t())
     (B, n, V), r = base.shape, w1.shape[1]
-    share = F.linear(h, joint.weight[:, 2 * r :], joint.bias)
+    share = F.linear(h, joint[:, 2 * r :], head.joint_proj.bias)
     base, anchors = base.contiguous(), anchors.contiguous()
     s = torch.empty(n, B, r, dtype=torch.float32, device=h.device)
     u = torch.empty(n, B, r, dtype=w2.dtype, device=h.device)
     best = torch.empty(n, B, dtype=torch.int64, device=h.device)
     R, rows = max(16, triton.next_power_of_2(r)), min(64, max(16, triton.next_power_of_2(B)))
+    pdl = dependent(h.device)
     ids = 128 // w2.element_size()
     for k in range(n):
         _next_state[(triton.cdiv(r, _CHANNELS), B)](
-            joint.weight, share, w1, best[k - 1] if k else anchors, s, u, best, k, B, n, r, joint.weight.stride(0),
-            R=R, CHANNELS=_CHANNELS, FIRST=k == 0, PDL=not INTERPRETED, num_warps=4,
-            launch_pdl=k > 0 and not INTERPRETED,
+            joint, share, w1, best[k - 1] if k else anchors, s, u, best, k, B, n, r, joint.stride(0),
+            R=R, CHANNELS=_CHANNELS, FIRST=k == 0, PDL=pdl, num_warps=4,
+            launch_pdl=k > 0 and pdl,
         )  # fmt: skip
         _next_token[(min(2 * processors(h.device), triton.cdiv(V, ids)), triton.cdiv(B, rows))](
             u[k], w2, base[:, k], best[k], seeds, None if positions is None else positions[k], B, V, r, n * V,
             inverse(temperature), k % 2, R=R, IDS=ids, ROWS=rows, SAMPLE=temperature > 0,
-            STAGES=3, PDL=not INTERPRETED, num_warps=4 if rows == 16 else 8, launch_pdl=not INTERPRETED,
+            STAGES=3, PDL=pdl, num_warps=4 if rows == 16 else 8, launch_pdl=pdl,
         )  # fmt: skip
     return (best & 0xFFFFFFFF).t()

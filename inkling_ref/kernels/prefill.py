@@ -93,7 +93,7 @@ _BIAS, _BIAS_KINDS = (gl.constexpr(text) for text in _bias_ptx())
 
 @gluon.jit
 @no_type_check
-def _number(wave, total):
+def _number(wave):
     """The program's tile of a wave. Every other wave is dealt backwards, so that no program always gets the longest."""
     programs, here = gl.num_programs(0), gl.program_id(0)
     return wave * programs + gl.where(wave % 2 == 0, here, programs - 1 - here)
@@ -103,7 +103,7 @@ def _number(wave, total):
 @no_type_check
 def _waves(total):
     whole = total // gl.num_programs(0)
-    return whole + gl.where(_number(whole, total) < total, 1, 0)
+    return whole + gl.where(_number(whole) < total, 1, 0)
 
 
 @gluon.jit
@@ -112,7 +112,7 @@ def _place(wave, sizes):
     """Batch row, first query and first head of the program's tile in a wave; longest tiles first."""
     T, total, pairs, _Q, _X, _W = sizes
     blocks = (T + 63) // 64
-    index = gl.minimum(_number(wave, total), total - 1)
+    index = gl.minimum(_number(wave), total - 1)
     b, index = index // (blocks * pairs), index % (blocks * pairs)
     return b, (blocks - 1 - index // pairs) * 64, index % pairs * 2
 

@@ -24,9 +24,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..errors import InputError
-from . import INTERPRETED, LOG2E, prepared, require
+from . import LOG2E, dependent, prepared, require
 from .approximate import log2, reciprocal
 from .short_conv import (
+    SHORT,
+    check_state,
     convolve,
     load_dynamic,
     load_positions,
@@ -195,7 +197,7 @@ def _prepare(
 
 def choose_tile(T: int, H: int, G: int) -> Tile:
     """Up to 16 tokens are one run, cut small. Long calls have larger programs: too many would start too slowly."""
-    if T <= 16:
+    if T <= SHORT:
         return Tile(T, 1, 8 if T == 1 else 2, 16, warps=1)
     heads, q_heads, r_heads = (min(most, triton.next_power_of_2(n)) for most, n in ((4, G), (8, H), (64, H)))
     return Tile(4, heads, q_heads, r_heads, warps=2)
@@ -225,10 +227,11 @@ def prepare_qkv(
     v_dynamic: Float[Tensor, "B T G K"] | None = None,
     document_position: Int[Tensor, "B T"] | None = None,
 ) -> tuple[Float[Tensor, "B T H d"], Float[Tensor, "B T H R"]]:
-    """Twin of `fused.prepare_qkv`; float32 inside, one rounding. The caches' channels are adjacent.
+    """Twin of `fused.prepare_qkv`; float32 inside, one rounding.
 
     Raises:
-        InputError: see `require`; for a state of more rows than a short call has tokens.
+        InputError: see `require`; for caches whose channels are not adjacent; for a state see `short_conv.check_state`:
+            a call of more than 16 tokens takes up to 5 taps.
     """
     given = [u for u in (k_dynamic, v_dynamic, state) if u is not None]
     require("prepare_qkv", q, r, k, v, q_scale, r_scale, k_taps, v_taps, keys, values, *given)
@@ -238,6 +241,10 @@ def prepare_qkv(
         for u in (q, r, k, v, table, positions, document_position)
     )
     q_scale, r_scale = q_scale.contiguous(), r_scale.contiguous()
+    lengths, rejected = (None if u is None else u.contiguous() for u in (lengths, rejected))
+    for name, cache in (("keys", keys), ("values", values)):
+        if cache.stride(3) != 1:
+            raise InputError(f"triton prepare_qkv: {name} of channels {cache.stride(3)} apart, expected adjacent ones")
     tile = choose_tile(T, H, G)
     N = 0 if state is None else state.shape[1]
     dynamic = k_dynamic is not None
@@ -249,11 +256,12 @@ def prepare_qkv(
         K = k_taps.shape[2]
         k_taps, v_taps = (prepared(w, token_major) for w in (k_taps, v_taps))
         k_dynamic = v_dynamic = q  # not read
-    if N > T > tile.tokens:
-        raise InputError(f"prepare_qkv: a state of {N} rows, expected at most {max(T, 16)}")
+    if state is not None:
+        check_state("prepare_qkv", state, T, K, tile.tokens)
     width, r_width = triton.next_power_of_2(d), triton.next_power_of_2(R)
     q_out = torch.empty(B, T, H, d, dtype=q.dtype, device=q.device)
     r_out = torch.empty(B, T, H, R, dtype=r.dtype, device=r.device)
+    pdl = dependent(q.device)
     floor, alpha = log_scaling or (1.0, 0.0)
     page = 0 if table is None else keys.shape[2]
     parts = triton.cdiv(H, tile.q_heads) + triton.cdiv(H, tile.r_heads) + 2 * triton.cdiv(G, tile.heads)
@@ -273,7 +281,6 @@ def prepare_qkv(
         R_HEADS=tile.r_heads, WIDTH=width, R_WIDTH=r_width, LOG=log_scaling is not None, DYNAMIC=dynamic,
         PACKED=dynamic and packed(k_dynamic) and packed(v_dynamic), DOCUMENTS=document_position is not None,
         WHOLE=tile.tokens == T, LENGTHS=lengths is not None, REJECTED=rejected is not None, PAGE=page,
-        DEPENDENT=not INTERPRETED, num_warps=tile.warps,
-        **({} if INTERPRETED else {"launch_pdl": True}),
+        DEPENDENT=pdl, num_warps=tile.warps, launch_pdl=pdl,
     )  # fmt: skip
     return q_out, r_out

@@ -28,7 +28,7 @@ from torch import Tensor
 from ..errors import InputError
 from ..residual import SOURCE_EPS
 from . import INTERPRETED, LOG2E, prepared, processors, require
-from .short_conv import rolling_short_conv, token_major
+from .short_conv import RUN, check_state, rolling_short_conv, token_major
 
 _CHUNK: int = 512
 # One query, or more: warps of a program, and registers that a thread may use.
@@ -220,6 +220,7 @@ def _launch(
     blocks, block_t = _by_token(blocks)
     partial, partial_t = _by_token(partial)
     queries = None if queries is None else queries.contiguous()
+    norm_weights = [w.contiguous() for w in norm_weights]
     out = torch.empty(Q, B, T, D, dtype=dtype, device=partial.device)
     hopper = None if queries is None else _hopper(partial.device)
     if hopper is not None and N <= _FEW and D <= 8192:
@@ -353,13 +354,17 @@ def join_and_mix(
     One launch for a token a row on Hopper GPUs, otherwise one more for the convolution.
 
     Raises:
-        InputError: see `require`; blocks or running sum whose tokens do not stand one distance apart.
+        InputError: see `require`; blocks or running sum whose tokens do not stand one distance apart; for the state see
+            `short_conv.check_state`: a call of more than 16 tokens takes up to 9 taps.
     """
     require("join_and_mix", y, state, weight, blocks, partial, queries, *norm_weights)
     (B, T, D), N, Q = y.shape, len(y) * y.shape[1], len(norm_weights)
     (same, block_t), (sum_, partial_t) = _by_token(blocks), _by_token(partial)
     if same is not blocks or sum_ is not partial:
         raise InputError("triton join_and_mix: strided blocks or running sum, expected tokens one distance apart")
+    check_state("join_and_mix", state, T, weight.shape[2], RUN)
+    rejected = None if rejected is None else rejected.contiguous()
+    norm_weights = [w.contiguous() for w in norm_weights]
     hopper = _hopper(y.device) if N <= _FEW_TO_JOIN and D <= 8192 else None
     if hopper is None or T > 1 or state[0].stride() != (D, 1):
         y, state, weight, rejected = rolling_short_conv(y, state, weight, rejected), None, None, None

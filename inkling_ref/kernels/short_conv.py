@@ -19,10 +19,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..errors import InputError
-from . import INTERPRETED, prepared, require
+from . import dependent, prepared, require
 
-_TOKENS: int = 8  # of a run of a long call
-_SHORT: int = 16  # calls of so many tokens are one run
+RUN: int = 8  # of a run of a long call
+SHORT: int = 16  # calls of so many tokens are one run
 
 
 @triton.jit
@@ -202,6 +202,23 @@ def packed(dynamic: Float[Tensor, "B T G K"] | None) -> bool:
     return dynamic.data_ptr() % 8 == 0 and all(n % dynamic.shape[3] == 0 for n in dynamic.stride()[:3])
 
 
+def check_state(op: str, state: Float[Tensor, "B N C"], T: int, K: int, tokens: int) -> None:
+    """Refuse a state that the kernels cannot read and roll, in a long call of runs of `tokens`.
+
+    Raises:
+        InputError: for channels that are not adjacent; in a call of T > 16 tokens, for a state of more than T rows, and
+            for K - 1 > `tokens`: a run later than the first would need what the first is about to overwrite.
+    """
+    if state.stride(2) != 1:
+        raise InputError(f"triton {op}: a state of channels {state.stride(2)} apart, expected adjacent ones")
+    if T > SHORT and state.shape[1] > T:
+        raise InputError(f"triton {op}: a state of {state.shape[1]} rows, expected at most the call's {T} tokens")
+    if tokens < K - 1 and T > SHORT:
+        raise InputError(
+            f"triton {op}: {K} taps on a state, expected at most {tokens + 1} in a call of more than {SHORT} tokens"
+        )
+
+
 def _launch(
     x: Float[Tensor, "B T C"],
     first: int,
@@ -214,15 +231,16 @@ def _launch(
     """`x` may be read from token `first` <= 0 on; `taps` begin with the current token's."""
     (B, T, C), K = x.shape, len(taps)
     N = 0 if state is None else state.shape[1]
-    tokens = T if T <= _SHORT else _TOKENS if dynamic is None else _TOKENS // 2  # taps take registers
+    tokens = T if T <= SHORT else RUN if dynamic is None else RUN // 2  # taps take registers
     if dynamic is None:
         # A short call of few rows is cut small, one of many rows not: its programs would start too slowly.
-        width = min(64 if T <= _SHORT and B <= 16 else 512, triton.next_power_of_2(C))
+        width = min(64 if T <= SHORT and B <= 16 else 512, triton.next_power_of_2(C))
         heads, terms = 1, K + 1
     else:
         width = C // dynamic.shape[2]
-        heads, terms = min(4 if T > _SHORT else 2, triton.next_power_of_2(dynamic.shape[2])), 2 * K + 1
+        heads, terms = min(4 if T > SHORT else 2, triton.next_power_of_2(dynamic.shape[2])), 2 * K + 1
     block = triton.next_power_of_2(width)
+    pdl = dependent(x.device)
     out = torch.empty(B, T, C, dtype=x.dtype, device=x.device)
     _convolve[(triton.cdiv(C, width * heads), triton.cdiv(T, tokens), B)](
         x, taps, dynamic, document_position, state, rejected, out, T, first, C, *x.stride()[:2], taps.stride(0),
@@ -231,8 +249,7 @@ def _launch(
         K=K, N=N, TOKENS=tokens, HEADS=heads, WIDTH=width, BLOCK=block,
         EVEN=width == block and C % (heads * width) == 0, DYNAMIC=dynamic is not None,
         DOCUMENTS=document_position is not None, WHOLE=tokens == T, PACKED=packed(dynamic),
-        DEPENDENT=not INTERPRETED, num_warps=max(1, heads * block // (256 if T > _SHORT else 128)),
-        **({} if INTERPRETED else {"launch_pdl": True}),
+        DEPENDENT=pdl, num_warps=max(1, heads * block // (256 if T > SHORT else 128)), launch_pdl=pdl,
     )  # fmt: skip
     return out
 
@@ -277,10 +294,10 @@ def rolling_short_conv(
     """Twin of `fused.rolling_short_conv`; float32 inside, one rounding.
 
     Raises:
-        InputError: see `require`; for a state with more rows than a long call has tokens.
+        InputError: see `require` and `check_state`: a call of more than 16 tokens takes up to 9 taps.
     """
     require("rolling_short_conv", x, state, weight)
-    if max(_SHORT, x.shape[1]) < state.shape[1]:
-        raise InputError(f"rolling_short_conv: a state of {state.shape[1]} rows, expected at most {_SHORT}")
+    check_state("rolling_short_conv", state, x.shape[1], weight.shape[2], RUN)
+    rejected = None if rejected is None else rejected.contiguous()
     x = x if x.stride(2) == 1 else x.contiguous()
     return _launch(x, 0, prepared(weight, token_major), state=state, rejected=rejected)
