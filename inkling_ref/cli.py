@@ -305,7 +305,10 @@ def bench(
     ] = None,
     peer: Annotated[
         list[str] | None,
-        typer.Option(help="A further arm, module:function, with the arguments of the OP's reference; repeatable."),
+        typer.Option(
+            help="A further arm, module:function, with the arguments of the OP's reference (not for step, flex_*: they "
+            "have none); repeatable."
+        ),
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the kernels' times to this file too.")] = None,
     seconds: Annotated[float | None, typer.Option(help="Of the kernels' whole run; default: 280.")] = None,

@@ -83,6 +83,7 @@ WRONG = {
     "two ops": (["residual", "dspark"], r"bench: 'dspark', expected some of decode, .*"),
     "against": (["--against", "cudnn"], r"--against: 'cudnn', expected some of reference, compile, sdpa, flex"),
     "peer of all": (["--peer", "math:sqrt"], r"--peer: .*, expected exactly one group"),
+    "peer of step": (["step", "--peer", "math:sqrt"], r"--peer: 'step' has no reference .*, expected another group"),
     "peer module": (["residual", "--peer", "no_such:f"], r"--peer no_such:f: No module named .*"),
     "peer name": (["residual", "--peer", "math:no_such"], r"--peer math:no_such: .*, expected module:function"),
     "peer syntax": (["residual", "--peer", "math"], r"--peer math: .*expected module:function"),
@@ -119,6 +120,25 @@ def test_peers_run_where_asked_for():
     for name in ("triton", "triton, 8 warps", "compiled", "compiled, max-autotune", "eager", "SDPA without bias"):
         bench.arm("case", name, called.append, [(name,)])
     assert called == ["triton", "triton, 8 warps", "compiled", "compiled, max-autotune"]
+
+
+def test_preparation_calls_peers_and_prints_nothing(capsys):
+    """Else a peer would compile inside the minute of measuring, and what fails would be said twice."""
+    called = []
+    bench = Bench(against=[], peers={"other:f": called.append}, prepare=True)
+    row = bench.arm("case", "triton", lambda x: x.view(77), [(torch.ones(3),)])
+    assert len(called) == 1
+    assert "failed" in row
+    assert capsys.readouterr().out == ""
+
+
+def test_the_reference_is_taken_anew_where_calls_write_into_their_inputs(monkeypatch, capsys):
+    monkeypatch.setattr(harness, "graph_seconds", lambda calls: [call() for call in calls] and 1e-3)
+    bench = Bench(against=[], peers={"other:f": lambda x: x.add_(1)}, prepare=True)
+    bench.prepare, bench.copy, bench.matrix = False, 1e12, 1e12
+    x = torch.ones(3)
+    bench.arm("case", "triton", lambda x: x.add_(1), [(x,)], lambda: x + 1)
+    assert [json.loads(line)["error"] for line in capsys.readouterr().out.splitlines()] == [0.0, 0.0]
 
 
 def test_an_arm_is_timed_checked_and_followed_by_peers(monkeypatch, capsys):

@@ -40,6 +40,7 @@ GROUPS = {  # the most important first: the last ones go without, where time is 
     "swiglu": bench_swiglu,
     "flex_decode": bench_flex_decode,
 }
+WITHOUT_REFERENCE = {"step", "flex_prefill", "flex_decode"}  # no op that a peer could stand for
 
 
 def main() -> None:

@@ -1,8 +1,15 @@
 """What every benchmark of a kernel shares: how a time is taken, the limits of the process, one row for each arm.
 
-A time is the median of replays of one CUDA graph that holds a call for each of several input sets, together larger
-than the L2 cache; the first call of every arm is compared with the reference in float32 on the same inputs. Bytes
-count each input and output once; FLOPs count visible pairs only.
+A time is the median of replays of one CUDA graph that holds a call for each of a case's input sets, together about
+four times the L2 cache, so that each call reads from memory. Small cases stop at 64 sets (`join and mix 1 x 9`: 129 KB
+each, 8 MB in all) and read from the L2 cache: launch and latency bound them, and their share of the limit says little.
+Bytes count each input and output once; FLOPs count visible pairs only.
+
+An error is the relative RMS distance of an arm's first call from the reference in float32 (router and experts:
+float64) on the same inputs; of several tensors that the call returns, the largest. What it writes into its inputs is
+left to the tests. No error stands beside another function (peers without the bias), experts above 8 tokens (the
+reference takes too long), drafts and whole steps. For head and router a note counts the tokens that come out as in
+the reference.
 """
 
 import json
@@ -15,7 +22,7 @@ from torch import Tensor
 from ...config import FULL, SLIDING, InklingConfig, TextConfig
 from .. import cost
 
-L2_BYTES = 60e6
+L2_BYTES = 60e6  # of an H200
 REPLAYS = 9
 D, H, G, d, R, X, W = 4608, 48, 8, 128, 16, 1024, 1024  # Inkling 2 Small
 E, K_EXPERTS, I = 384, 8, 2304
@@ -61,7 +68,7 @@ class Bench:
     Args:
         against: which peers run beside the kernels: some of the values of KINDS.
         peers: further arms by name, which take the arguments of every arm that is called "triton".
-        prepare: only call every arm once, so that compilers leave their results in their caches.
+        prepare: only call every arm and peer once, so that compilers leave their results in their caches.
     """
 
     def __init__(
@@ -91,28 +98,30 @@ class Bench:
     ) -> dict[str, object]:
         """Time `call(*inputs)` over all input sets; `exact`: what the first set should give. Returns the row.
 
-        The limit of the row is the larger of `nbytes` at the rate of a copy and `flops` at that of a product.
+        Where calls write into their inputs, `exact` is a function, called before each arm and peer. The limit of the
+        row is the larger of `nbytes` at the rate of a copy and `flops` at that of a product.
         """
         row: dict[str, object] = {"case": case, "arm": name}
         if KINDS.get(name.split()[0].rstrip(",")) not in (None, *self.against):
             return row | {"failed": "not asked for"}
         try:
+            expected = None if self.prepare else exact() if callable(exact) else exact
             out = call(*sets[0])
             if self.prepare:
                 torch.cuda.synchronize()
-                return row | {"failed": "only prepared"}
-            if exact is not None:  # of a peer's outputs, the first ones
-                pairs = zip(tensors_of(out), tensors_of(exact), strict=name not in self.peers)
-                row["error"] = float(torch.tensor([relative_rms(a, b) for a, b in pairs]).max())  # NaN wins
-            once = graph_seconds([lambda: call(*sets[0])])
-            repeats = max(1, round(2e-3 / (once * len(sets))))  # a graph takes 10 us to start
-            taken = graph_seconds([(lambda s=s: call(*s)) for s in sets * repeats])
-            row |= {"us": taken * 1e6, "floor_us": max(nbytes / self.copy, flops / self.matrix) * 1e6}
+                row["failed"] = "only prepared"
+            else:
+                if expected is not None:  # of a peer's outputs, the first ones
+                    pairs = zip(tensors_of(out), tensors_of(expected), strict=name not in self.peers)
+                    row["error"] = float(torch.tensor([relative_rms(a, b) for a, b in pairs]).max())  # NaN wins
+                once = graph_seconds([lambda: call(*sets[0])])
+                repeats = max(1, round(2e-3 / (once * len(sets))))  # a graph takes 10 us to start
+                taken = graph_seconds([(lambda s=s: call(*s)) for s in sets * repeats])
+                row |= {"us": taken * 1e6, "floor_us": max(nbytes / self.copy, flops / self.matrix) * 1e6}
         except Exception as error:  # this arm's row says so; the next arm goes on
             row["failed"] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
-        if self.prepare:  # it will fail again
-            return row
-        print(json.dumps(row), flush=True)
+        if not self.prepare:  # what fails there will fail again, and be said then
+            print(json.dumps(row), flush=True)
         if name == "triton":
             for peer, function in self.peers.items():
                 self.arm(case, peer, function, sets, exact, nbytes, flops)
@@ -136,7 +145,7 @@ def key_value_bytes(groups: int, context: int) -> int:
 
 
 def sets_of(make: Callable[[], tuple], most: int = 64) -> list[tuple]:
-    """As many input sets as four L2 caches hold, at least two."""
+    """As many input sets as four L2 caches hold, but at least two and at most `most`."""
     first = make()
     size = sum(t.nbytes for t in first if isinstance(t, Tensor))
     return [first] + [make() for _ in range(min(most, max(2, int(4 * L2_BYTES / size))) - 1)]

@@ -4,7 +4,7 @@ import torch
 
 from ... import attention
 from .attention import attention_inputs, without_bias
-from .harness import Bench, G, H, R, W, X, d, sets_of
+from .harness import Bench, G, H, W, attention_flops, sets_of
 
 
 def bench_prefill(bench: Bench) -> None:
@@ -15,9 +15,7 @@ def bench_prefill(bench: Bench) -> None:
     for window in (W, None):
         sets = sets_of(lambda: (*attention_inputs(T, H, G, T), [0], window))  # noqa: B023
         exact = attention.attend(*(t.float() for t in sets[0][:7]), [0], window)
-        pairs = T * (T + 1) // 2 if window is None else T * W - W * (W - 1) // 2
-        biased = T * X - X * (X - 1) // 2
-        case, flops = f"prefill {T}, {'full' if window is None else 'sliding'}", H * (4 * d * pairs + 2 * R * biased)
+        case, flops = f"prefill {T}, {'full' if window is None else 'sliding'}", attention_flops(T, T, window)
         bench.arm(case, "triton", kernel.attend, sets, exact, 0, flops)
         bench.arm(case, "triton, plain", lambda *s: kernel.attend_tiled(kernel.Tile(), *s), sets, exact, 0, flops)
         if window is None:

@@ -1,12 +1,13 @@
 """`inkling-ref bench`: kernels, reference and peers side by side in one run, beside limits measured in the same run.
 
 Each group of cases runs in a process of its own, so that one that fails or hangs costs only its own rows. All of them
-compile at once; then they measure, one after the other. A time is the median of replays of one CUDA graph that holds a
-call for each of several input sets, together larger than the L2 cache; the first call of every arm is compared with
-the reference in float32 on the same inputs. Bytes count each input and output once; FLOPs count visible pairs only.
+compile at once; then they measure, one after the other. `harness` says what a time, a limit and an error are.
 
-`--peer module:function` adds an arm to every case of one group: it takes the positional arguments of that group's
-reference (of `inkling_ref.residual.mix_and_norm`, say, for `residual`) and returns what that returns.
+`--peer module:function` adds an arm to every case of one group: it takes the positional arguments of the case's
+reference and returns what that returns. References: `fused.attend_cache` (decode, batches), `attention.attend`
+(prefill), `moe.route` (router), `moe.experts` (experts; matrices in the kernels' order, see `kernels.packing.unpack`),
+`moe.softcapped_swiglu` (swiglu), `fused.prepare_qkv` (qkv), `fused.sample_head` (head), `fused.draft_rnn` (draft);
+short_conv and residual have several, told apart by their arguments. The other groups have none, and take no peer.
 """
 
 import importlib
@@ -96,15 +97,18 @@ def check(groups: Sequence[str], against: Sequence[str], peers: Sequence[str]) -
     """The groups to run, in order; all for none.
 
     Raises:
-        InputError: for an unknown name, a peer that cannot be imported or belongs to no single group, or no GPU.
+        InputError: for an unknown name, a peer that cannot be imported or belongs to no single group with a
+            reference, or no GPU.
     """
-    from .__main__ import GROUPS
+    from .__main__ import GROUPS, WITHOUT_REFERENCE
 
     for given, known, what in ((groups, GROUPS, "bench"), (against, KINDS.values(), "--against")):
         if unknown := [name for name in given if name not in known]:
             raise InputError(f"{what}: {unknown[0]!r}, expected some of {', '.join(known)}")
     if peers and len(groups) != 1:
         raise InputError("--peer: its arguments are those of one group's reference, expected exactly one group")
+    if peers and groups[0] in WITHOUT_REFERENCE:
+        raise InputError(f"--peer: {groups[0]!r} has no reference to take the arguments of, expected another group")
     for name in peers:
         imported(name)
     if not torch.cuda.is_available():
