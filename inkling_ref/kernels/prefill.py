@@ -45,6 +45,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from . import LOG2E, prepared, processors, require
+from .approximate import reciprocal
 
 _STAGES: gl.constexpr = gl.constexpr(2)  # steps of keys and values in shared memory
 _PAD = 320  # rows of zeros on both sides of the profiles: two steps and a tile reach that far beyond them
@@ -282,12 +283,6 @@ def _relative(r_ptr, r_b, r_t, r_h, wave, waves, sizes, GROUP: gl.constexpr):
 
 @gluon.jit
 @no_type_check
-def _reciprocal(u):
-    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [u], gl.float32, True, 1)
-
-
-@gluon.jit
-@no_type_check
 def _group(
     given, strides, q_tiles, k_tiles, v_tiles, bars, slots, sizes, scale,
     SLIDING: gl.constexpr, GROUP: gl.constexpr,
@@ -345,7 +340,7 @@ def _group(
         some = total > 0  # a row that saw no key has the sum 0 and a weight of nothing
         total = gl.where(some, total, 1.0)
         log2 = gl.where(some, top * _LOG2E + gl.log2(total), -1e30)
-        weight = _reciprocal(total * (1.0 + gl.exp2(z * _LOG2E - log2)))  # sigmoid(L - z) / total
+        weight = reciprocal(total * (1.0 + gl.exp2(z * _LOG2E - log2)))  # sigmoid(L - z) / total
         # Gates and outputs pass through the tile that held q: whole lines on one side, rows of the sums on the other.
         t, h, channel = _lines(start_t, GROUP)
         line = t.to(gl.int64) * gate_t + (head + h) * 128 + b.to(gl.int64) * gate_b
@@ -353,7 +348,7 @@ def _group(
         gate = gl.load(gate_ptr + line[:, None] + channel[None, :], mask=real, other=0.0, cache_modifier=".cg")
         q_tile.store(gate)
         gate = q_tile.load(_ROWS).to(gl.float32)
-        q_tile.store((acc * weight[:, None] * _reciprocal(1.0 + gl.exp2(gate * -_LOG2E))).to(gl.bfloat16))
+        q_tile.store((acc * weight[:, None] * reciprocal(1.0 + gl.exp2(gate * -_LOG2E))).to(gl.bfloat16))
         line = ((b * T + t.to(gl.int64)) * pairs * 2 + head + h) * 128
         gl.store(out_ptr + line[:, None] + channel[None, :], q_tile.load(_LINES), mask=real)
 
