@@ -55,7 +55,7 @@ from ..quantization import COMPANIONS
 
 ROWS, STEP = 64, 256  # a tile
 ZERO_SCALE = 160  # NVFP4's recoded zero
-LARGEST_E8M0 = 142  # 2^15: larger scales leave the range of bfloat16
+LARGEST_E4M3, LARGEST_E8M0 = 126, 142  # 448; 2^15: larger scales leave the range of bfloat16
 MASK = 0x81C081C0  # where a pair of codes lands
 # [q][e][bit of the code, mantissa to sign]: the word that sets this bit alone.
 WORD_BITS = (
@@ -188,14 +188,17 @@ def pack(matrix: ExpertMatrix) -> ExpertMatrix:
     """A quantised matrix [E, N, K] in the kernels' order. Temporary memory is one expert's, a few bytes a weight.
 
     Raises:
-        InputError: a matrix that is not quantised, or an MXFP8 scale above 2^15.
+        InputError: a matrix that is not quantised, a NaN or negative NVFP4 scale, or an MXFP8 scale above 2^15.
     """
     nvfp4 = matrix.amax is not None
     if matrix.scale is None:
         raise InputError(f"experts: a {matrix.weight.dtype} matrix cannot be packed, expected NVFP4 or MXFP8")
     scales = matrix.scale.view(torch.uint8)
-    if not nvfp4 and int(scales.max()) > LARGEST_E8M0:
-        raise InputError("experts: an MXFP8 scale above 2^15, expected at most that")
+    largest, what = LARGEST_E8M0, "an MXFP8 scale above 2^15, expected at most that"
+    if nvfp4:
+        largest, what = LARGEST_E4M3, "a NaN or negative NVFP4 scale, expected 0 to 448"
+    if int(scales.max()) > largest:
+        raise InputError(f"experts: {what}")
     E, N = scales.shape[:2]
     K = scales.shape[2] * (16 if nvfp4 else 32)
     words = scale_bytes = None
@@ -225,7 +228,11 @@ def unpack(matrix: ExpertMatrix, N: int, K: int) -> ExpertMatrix:
 
 
 def pack_layer(experts: Experts) -> None:
-    """Repack the quantised experts of one layer in place, one matrix at a time."""
+    """Repack the quantised experts of one layer in place, one matrix at a time.
+
+    Raises:
+        InputError: see `pack`.
+    """
     for name in ("w13_weight", "w2_weight"):
         for suffix, tensor in zip(("", *COMPANIONS), pack(experts.matrix(name)), strict=True):
             setattr(experts, name + suffix, tensor)
