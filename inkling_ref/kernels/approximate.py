@@ -6,6 +6,7 @@ The interpreter, which has no inline assembly, takes Triton's functions.
 
 from typing import no_type_check
 
+import torch
 import triton
 import triton.language as tl
 
@@ -78,3 +79,22 @@ def tanh(x):
     """In float32 to the last few bits."""
     top, below = tanh_fraction(2 * x, 0.25)
     return with_sign(0.5 * top * reciprocal(below), x)
+
+
+@triton.jit
+@no_type_check
+def swiglu(g, u, gate_rate, up_rate, quarter, NEAR: tl.constexpr):
+    """cap(g) sigmoid(g) cap(u), three quotients over one denominator: instructions, not bytes, are what kernels run
+    out of here.
+
+    The rates are 2 / cap, `quarter` is gate_cap up_cap / 4; NEAR as in `tanh_fraction`. Gluon kernels call it too.
+    """
+    top_g, below_g = tanh_fraction(g * gate_rate, NEAR)
+    top_u, below_u = tanh_fraction(u * up_rate, NEAR)
+    below = below_g * below_u * (1 + exp2(g * -_LOG2E))
+    return with_sign(with_sign(quarter * top_g * top_u * reciprocal(below), g), u)
+
+
+def near(dtype: torch.dtype) -> float:
+    """NEAR of `swiglu` for results in `dtype`: one term of the series of tanh is enough for 16 bits."""
+    return 0.25 if dtype == torch.float32 else 0.016

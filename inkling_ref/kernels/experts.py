@@ -34,11 +34,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ..errors import InputError
 from ..moe import ExpertMatrix
 from . import INTERPRETED, require
-from .experts_hopper import product, swiglu, tile_product
+from .approximate import near, swiglu
+from .experts_hopper import product, tile_product
 from .packing import is_packed
 
 DENSE, NVFP4, MXFP8 = 0, 1, 2  # how a matrix is stored, as the kernels count
 FEW = 256  # tokens up to which memory is the limit
+OFFSETS, GRID_ROWS = 2**31, 65_535  # what fits: elements in an offset of the kernels, rows in a grid
 Rates = tuple[float, float, float]  # what `swiglu` takes for its caps
 Quantize = Callable[[Tensor], Tensor] | None
 
@@ -171,11 +173,6 @@ def _combine(part_ptr, out_ptr, D, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL
     tl.store(out_ptr + row * D + columns, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def near(dtype: torch.dtype) -> float:
-    """Below which argument `swiglu` takes the series of tanh: one term of it is enough for 16 bits."""
-    return 0.25 if dtype == torch.float32 else 0.016
-
-
 def plan(
     ids: Int[Tensor, "N k"], E: int, slots: int, pdl: bool = False
 ) -> tuple[Int[Tensor, " items"], Int[Tensor, "items {slots}"]]:
@@ -275,7 +272,7 @@ def scale_words(matrix: ExpertMatrix) -> Tensor:
 
 def outer_scale(matrix: ExpertMatrix, nothing: Tensor) -> tuple[Tensor, Tensor]:
     """amax and denominator; MXFP8 has none, and its kernel does not read what it is given."""
-    return (nothing, nothing) if matrix.amax is None else (matrix.amax, matrix.denominator)
+    return (nothing, nothing) if matrix.amax is None else (matrix.amax.contiguous(), matrix.denominator)
 
 
 def _released(
@@ -288,8 +285,9 @@ def _released(
     def run(x: Tensor, matrix: ExpertMatrix, columns: int, dtype: torch.dtype, first: bool) -> Tensor:
         out = torch.empty(N * k, columns, dtype=dtype, device=x.device)
         form = DENSE if matrix.scale is None else MXFP8 if matrix.amax is None else NVFP4
-        codes = matrix.weight.contiguous() if form == DENSE else matrix.weight.view(torch.uint8)
-        scale = codes if form == DENSE else matrix.scale.view(torch.uint8)
+        codes = scale = matrix.weight.contiguous()
+        if form != DENSE:
+            codes, scale = codes.view(torch.uint8), matrix.scale.contiguous().view(torch.uint8)
         rows = 64
         _released_product[(triton.cdiv(codes.shape[1], rows), len(expert))](
             x, codes, scale, *outer_scale(matrix, weights), expert, slot, weights, out, *rates, K=x.shape[1],
@@ -325,6 +323,12 @@ def experts(
         raise InputError("triton experts: one matrix is repacked, expected both or none")
     if packed and (h.dtype != torch.bfloat16 or INTERPRETED or torch.cuda.get_device_capability(h.device)[0] != 9):
         raise InputError(f"triton experts: {h.dtype} on {h.device}, expected bfloat16 on Hopper for repacked matrices")
+    # Offsets of 64 bits would cost the kernels registers, so a very large call is several. (Rows may be filled to 256.)
+    I = w13.weight.shape[1] * 32 if packed else w13.weight.shape[1] // 2
+    most = min(GRID_ROWS, (OFFSETS - 1) // (ids.shape[1] * max(h.shape[1], I + 255)))
+    if len(h) > most:
+        parts = zip(h.split(most), weights.split(most), ids.split(most), strict=True)
+        return torch.cat([experts(*part, w13, w2, gate_cap, up_cap, quantize) for part in parts])
     x = h.contiguous() if quantize is None else quantize(h.contiguous())
     run = (_packed_few if len(h) <= FEW else _packed_many) if packed else _released
     rates = (2 / gate_cap, 2 / up_cap, gate_cap * up_cap / 4)

@@ -33,20 +33,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from .approximate import exp2, reciprocal, tanh_fraction, with_sign
+from .approximate import swiglu
 
 _OLD = gl.constexpr(not hasattr(async_copy, "async_load"))  # Triton 3.6
 _async_load = async_copy.async_copy_global_to_shared if _OLD else async_copy.async_load
-
-
-@triton.jit
-@no_type_check
-def swiglu(g, u, gate_rate, up_rate, quarter, NEAR: tl.constexpr):
-    """cap(g) sigmoid(g) cap(u), three quotients over one denominator; rates 2 / cap, `quarter` of the caps' product."""
-    top_g, below_g = tanh_fraction(g * gate_rate, NEAR)
-    top_u, below_u = tanh_fraction(u * up_rate, NEAR)
-    below = below_g * below_u * (1 + exp2(g * -1.4426950408889634))
-    return with_sign(with_sign(quarter * top_g * top_u * reciprocal(below), g), u)
 
 
 def _assembly(lines: str) -> gl.constexpr:
@@ -165,7 +155,7 @@ def _left(words, low, high, W: gl.constexpr, C: gl.constexpr, NVFP4: gl.constexp
 @gluon.jit
 @no_type_check
 def _right(x, NVFP4: gl.constexpr, RIGHT: gl.constexpr):
-    """Activations [256, 8] in natural order as the right operand."""
+    """Activations of a unit, [256, 8] (MXFP8 [128, 8]) in natural order, as the right operand."""
     if NVFP4:
         x = gl.reshape(x, [4, 4, 4, 2, 2, 8])  # chunk, t, s, h, e, n
     else:
@@ -177,11 +167,11 @@ def _right(x, NVFP4: gl.constexpr, RIGHT: gl.constexpr):
 
 @gluon.jit
 @no_type_check
-def _activations(pointers, k, slots, K: gl.constexpr):
+def _activations(pointers, k, K: gl.constexpr):
     if K % 256 == 0:
         x = gl.load(pointers)
     else:
-        x = gl.load(pointers, mask=(k < K)[:, None] & (slots >= 0)[None, :], other=0.0)
+        x = gl.load(pointers, mask=(k < K)[:, None], other=0.0)
     return x
 
 
@@ -272,7 +262,7 @@ def product(
             slots = gl.load(slot_ptr + item * 8 + gl.arange(0, 8, layout=gl.SliceLayout(0, X)))
             slots = gl.where(slots < 0, ~slots, slots)
             x_rows = x_ptr + ((slots // TOP_K if FIRST else slots) * K)[None, :] + k[:, None]
-            x = _activations(x_rows, k, slots, K)
+            x = _activations(x_rows, k, K)
         acc = gl.zeros([64, 8], gl.float32, MMA)
         for unit in range(UNITS):
             ahead = gl.minimum(unit + 1, UNITS - 1)
@@ -286,7 +276,7 @@ def product(
                 x, _ = gl.broadcast(x, gl.full([COLUMNS, 8], 0, gl.bfloat16, X))
             else:
                 w_next, s_next = gl.load(w_ahead), gl.load(s_ahead)
-                x_next = _activations(x_rows + ahead * COLUMNS, k + ahead * COLUMNS, slots, K)
+                x_next = _activations(x_rows + ahead * COLUMNS, k + ahead * COLUMNS, K)
             s0, s1, s2, s3 = _scales(s >> (unit % PARTS * 16), NVFP4)  # of two chunks, r = 0 and 1 of each
             if NVFP4:
                 low = gl.permute(gl.reshape(gl.join(s0, s2), [4, 32, C]), [0, 2, 1])
@@ -361,12 +351,12 @@ def _tile_product(
             [[256]], [[1], [2], [4], [8], [16]], [[32], [64], [128]], [], [512]
         )
     PART: gl.constexpr = WORDS.shape[0] // 16  # words of a warp
-    BYTES: gl.constexpr = SCALES.shape[0] // 4  # scale words of a tile and step
+    SCALE_WORDS: gl.constexpr = SCALES.shape[0] // 4  # of a tile and step
     i = gl.arange(0, PART * 16, layout=WORDS)
     words = word_ptr + gl.minimum(i // (4 * PART), left).to(gl.int64) * (STEPS * 16 * PART)
     words += i // PART % 4 * (4 * PART) + i % PART
-    j = gl.arange(0, BYTES * 4, layout=SCALES)
-    scales = scale_ptr + gl.minimum(j // BYTES, left) * (STEPS * BYTES) + j % BYTES
+    j = gl.arange(0, SCALE_WORDS * 4, layout=SCALES)
+    scales = scale_ptr + gl.minimum(j // SCALE_WORDS, left) * (STEPS * SCALE_WORDS) + j % SCALE_WORDS
 
     pairs = gl.load(slots + gl.arange(0, N, layout=gl.SliceLayout(1, COPY)))
     pairs = gl.where(pairs < 0, ~pairs, pairs)
@@ -391,7 +381,7 @@ def _tile_product(
     acc = gl.zeros([256, N], gl.float32, MMA)
     for step in range(STEPS):
         next_step = gl.minimum(step + 1, STEPS - 1)
-        s_next = gl.load(scales + next_step * BYTES)
+        s_next = gl.load(scales + next_step * SCALE_WORDS)
         for u in gl.static_range(4):
             async_copy.wait_group(1)
             acc = warpgroup_mma(a, memory[u].permute([1, 0]), acc, is_async=True)

@@ -28,8 +28,8 @@ from torch.nn import functional as F
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from . import INTERPRETED, prepared, require
-from .approximate import exp2, reciprocal, tanh_fraction, with_sign
+from . import dependent, prepared, require
+from .approximate import exp2, near, reciprocal, swiglu
 
 _FEW: int = 16  # rows up to which the router reads the float32 weight
 
@@ -166,7 +166,7 @@ def route(
         InputError: see `require`.
     """
     require("route", h, weight, bias)
-    (N, D), E = h.shape, weight.shape[0]
+    (N, D), E, pdl = h.shape, weight.shape[0], dependent(h.device)
     h, bias = h if h.stride(1) == 1 else h.contiguous(), bias.contiguous()
     if N <= _FEW:
         w, (experts, step, steps) = weight.float().contiguous(), (2, 512, 5) if N == 1 else (4, 128, 9)
@@ -174,9 +174,9 @@ def route(
         logits = torch.empty(slices, N, E, dtype=torch.float32, device=h.device)
         _logits_few[(triton.cdiv(E, experts), slices)](
             h, w, logits, N, E, h.stride(0), D=D, ROWS=triton.next_power_of_2(N), EXPERTS=experts, STEP=step,
-            STEPS=steps, PDL=not INTERPRETED, num_warps=4,
+            STEPS=steps, PDL=pdl, num_warps=4,
             # Only where no kernel just before this one writes the weight, which is read before the wait: in a graph.
-            launch_pdl=w is weight and not INTERPRETED and torch.cuda.is_current_stream_capturing(),
+            launch_pdl=w is weight and pdl and torch.cuda.is_current_stream_capturing(),
         )  # fmt: skip
     else:
         terms = prepared(weight, bfloat16_terms if h.dtype == torch.bfloat16 else _one_term).flatten(0, 1)
@@ -193,23 +193,9 @@ def route(
     ids = torch.empty(N, k, dtype=torch.int64, device=h.device)
     _choose[(N,)](
         logits, bias, weights, ids, N, E, scale, SLICES=slices, k=k, PADDED_E=triton.next_power_of_2(E),
-        PADDED_K=triton.next_power_of_2(k), NORMALIZE=normalize, PDL=not INTERPRETED, num_warps=1,
-        launch_pdl=not INTERPRETED,
+        PADDED_K=triton.next_power_of_2(k), NORMALIZE=normalize, PDL=pdl, num_warps=1, launch_pdl=pdl,
     )  # fmt: skip
     return weights, ids
-
-
-@triton.jit
-@no_type_check
-def swiglu(g, u, gate_rate, up_rate, quarter, NEAR: tl.constexpr):
-    """Three quotients over one denominator: instructions, not bytes, are what these kernels run out of.
-
-    The rates are 2 / cap, `quarter` is gate_cap up_cap / 4; NEAR as in `tanh_fraction`.
-    """
-    top_g, below_g = tanh_fraction(g * gate_rate, NEAR)
-    top_u, below_u = tanh_fraction(u * up_rate, NEAR)
-    below = below_g * below_u * (1 + exp2(g * -1.4426950408889634))
-    return with_sign(with_sign(quarter * top_g * top_u * reciprocal(below), g), u)
 
 
 @triton.jit
@@ -235,6 +221,6 @@ def softcapped_swiglu(gate_up: Float[Tensor, "N rows"], gate_cap: float, up_cap:
     block = 1024
     _softcapped_swiglu[(triton.cdiv(out.numel(), block),)](
         gate_up, out, out.numel(), 2 / gate_cap, 2 / up_cap, gate_cap * up_cap / 4, BLOCK=block,
-        NEAR=0.25 if out.dtype == torch.float32 else 0.016, num_warps=4,
+        NEAR=near(out.dtype), num_warps=4,
     )  # fmt: skip
     return out
