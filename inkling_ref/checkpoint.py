@@ -363,9 +363,12 @@ def save(
     In an existing folder the files of an older checkpoint are replaced and other files stay.
 
     Raises:
-        InputError: an unknown format, an expert without a code in it (named), metadata that is not text, or a folder
-            that is a file.
+        InputError: an unknown format, an expert without a code in it (named), metadata that is not text, a folder
+            that is a file, or a model that is one rank's part (`parallel.parallelize`).
     """
+    share = getattr(model, "share", None)  # by name: a width that is cut does not show in experts packed for a kernel
+    if share is not None and share.plan.world > 1:
+        raise InputError(f"model: the part of rank {share.rank} of {share.plan.world}, expected a whole model")
     folder = Path(folder)
     wanted = layer_formats(experts, model.config.text.num_hidden_layers)
     if not all(isinstance(text, str) for pair in (metadata or {}).items() for text in pair):

@@ -513,13 +513,20 @@ def run(
     prefill_chunk: Annotated[int | None, typer.Option(help="Read that many positions a call.")] = None,
     draft: Annotated[bool, typer.Option("--draft", help="Speculative decoding with the checkpoint's drafter.")] = False,
     experts: Annotated[
-        Literal["bf16", "mxfp8", "nvfp4+mxfp8"], typer.Option(help="Format of synthetic experts.")
-    ] = "nvfp4+mxfp8",
-    skew: Annotated[float, typer.Option(help="Synthetic: fall of the router's bias from first to last expert.")] = 0.0,
+        Literal["bf16", "mxfp8", "nvfp4+mxfp8"] | None,
+        typer.Option(help="Format of synthetic experts; default: nvfp4+mxfp8."),
+    ] = None,
+    skew: Annotated[
+        float | None, typer.Option(help="Synthetic: fall of the router's bias from first to last expert; default: 0.")
+    ] = None,
     device: Device = "cpu",
     backend: Annotated[Literal["torch", "triton"], typer.Option(help="What runs the operations.")] = "torch",
-    alpha: Annotated[float, typer.Option(help="Of a modelled collective: microseconds a call.")] = 20.0,
-    bandwidth: Annotated[float, typer.Option(help="Of a modelled collective: GB/s that a rank sends.")] = 450.0,
+    alpha: Annotated[
+        float | None, typer.Option(help="Of --only-rank's modelled collectives: microseconds a call; default: 20.")
+    ] = None,
+    bandwidth: Annotated[
+        float | None, typer.Option(help="Of --only-rank's modelled collectives: GB/s that it sends; default: 450.")
+    ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds that a collective may take.")] = 300.0,
     trace: Annotated[bool, typer.Option("--trace", help="Record the spans of modules and collectives.")] = False,
 ) -> None:
@@ -534,14 +541,30 @@ def run(
         raise InputError("run: --image needs a question, expected --prompt")
     if draft and checkpoint is None:
         raise InputError("run: --draft needs a drafter, expected --checkpoint with one")
-    is_writer = int(os.environ.get("RANK", 0)) == 0  # torchrun's; other ranks may be on hosts without that folder
-    if is_writer:
-        _check_file(out, "report")
+    for wanted, options in (
+        ("--synthetic", {"--experts": experts, "--skew": skew} if checkpoint else {}),
+        ("--only-rank", {"--alpha": alpha, "--bandwidth": bandwidth} if only_rank is None else {}),
+    ):
+        for option, value in options.items():
+            if value is not None:
+                raise InputError(f"run: {option} belongs to {wanted}, expected it there alone")
+    skew = _between("--skew", skew or 0.0, -1e6, 1e6)
+    alpha = _between("--alpha", 20.0 if alpha is None else alpha, 0, 1e9)
+    bandwidth = _between("--bandwidth", 450.0 if bandwidth is None else bandwidth, 1e-6, 1e9)
+    _between("--timeout", timeout, 1, 1e6)
     with _importing():
         from .parallel import run as running
         from .parallel.collectives import Link
+        from .parallel.launch import rank_and_size
         from .parallel.plan import Plan
+        from .sampling import check_count
 
+    check_count("--max-new-tokens", max_new_tokens, 0)
+    if prefill_chunk is not None:
+        check_count("--prefill-chunk", prefill_chunk, 1)
+    is_writer = rank_and_size()[0] == 0  # other ranks may be on hosts without that folder
+    if is_writer:
+        _check_file(out, "report")
     if "OMP_NUM_THREADS" not in os.environ:
         import torch
 
@@ -563,7 +586,7 @@ def run(
         device=device,
         dtype=_dtype(device),
         backend=backend,
-        experts=experts,
+        experts=experts or "nvfp4+mxfp8",
         skew=skew,
         link=Link(alpha / 1e6, bandwidth * 1e9),
         timeout=timeout,
@@ -592,6 +615,12 @@ def golden(
         torch.set_num_threads(1)  # as in use_few_threads
     size = make_golden.make_golden(out, case, seed)
     _note(f"{out}: {len(case or make_golden.CASES)} cases, {_bytes(size)}; see its README.md")
+
+
+def _between(option: str, value: float, low: float, high: float) -> float:
+    if not low <= value <= high:  # nor is a NaN
+        raise InputError(f"{option} is {value:g}, expected a number from {low:g} to {high:g}")
+    return value
 
 
 def _names(text: str) -> list[str]:

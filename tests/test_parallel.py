@@ -170,10 +170,10 @@ def test_run_under_torchrun_answers_as_one_process_and_reports_every_rank(tmp_pa
 
 
 def test_run_under_torchrun_ends_with_the_failing_ranks_message(tmp_path):
-    done = command("--synthetic", "nano", "--tp", 2, "--context", 9000, "--out", tmp_path / "report.json")
+    done = command("--synthetic", "nano", "--tp", 2, "--tokens", "1,5000", "--out", tmp_path / "report.json")
     assert done.returncode != 0
     assert "error: rank" in done.stderr
-    assert "row 0 has 9000 tokens, max_position_embeddings is 8192" in done.stderr
+    assert "row 0, column 1 is 5000, expected 0 <= id < 1536" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
@@ -200,6 +200,10 @@ def test_one_rank_of_many_alone_says_so(plan, tmp_path, capsys, monkeypatch):
     assert report["modelled collective seconds"]["prefill"] == pytest.approx(by_hand)
 
 
+TIMEOUTS = ("nan", "1e+30", -1, 0)
+LONE = ["--context", 5, "--tp", 2, "--only-rank", 0]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -213,10 +217,21 @@ def test_one_rank_of_many_alone_says_so(plan, tmp_path, capsys, monkeypatch):
         (["--context", 5, "--tokens", "1"], "expected one of --prompt, --tokens and --context"),
         (["--tokens", "1,2", "--batch", 2], "--batch is for --context"),
         (["--tokens", "1,2", "--image", "x.png"], "--image needs a question, expected --prompt"),
+        (["--context", -3], "--context is -3, expected 1 to max_position_embeddings 8192"),
+        (["--context", 9000], "--context is 9000, expected 1 to max_position_embeddings 8192"),
+        (["--context", 5, "--max-new-tokens", -1], "--max-new-tokens is -1, expected an integer >= 0"),
+        (["--context", 5, "--prefill-chunk", 0], "--prefill-chunk is 0, expected an integer >= 1"),
+        *((["--context", 5, "--timeout", x], f"--timeout is {x}, expected a number from 1 to") for x in TIMEOUTS),
+        *(([*LONE, "--bandwidth", x], f"--bandwidth is {x}, expected a number from 1e-06 to 1e+09") for x in (0, -5)),
+        ([*LONE, "--alpha", "nan"], "--alpha is nan, expected a number from 0 to 1e+09"),
+        ([*LONE, "--skew", "nan"], "--skew is nan, expected a number from -1e+06 to 1e+06"),
+        (["--context", 5, "--alpha", 3], "--alpha belongs to --only-rank, expected it there alone"),
+        (["--context", 5, "--bandwidth", 3], "--bandwidth belongs to --only-rank, expected it there alone"),
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
 )
-def test_what_cannot_run_is_said_in_one_line(arguments, message, tmp_path, capsys):
+def test_what_cannot_run_is_said_in_one_line(arguments, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(run, "synthetic", None)  # that it is said before the model is made
     line = ["run", "--synthetic", "nano", *arguments, "--out", tmp_path / "report.json"]
     assert main([str(word) for word in line]) == 2
     err = capsys.readouterr().err
@@ -239,3 +254,41 @@ def test_a_fault_that_one_rank_finds_is_said_too(tmp_path, capsys, monkeypatch):
     line = ["run", "--checkpoint", "nowhere", "--tp", "4", "--context", "5", "--out", str(tmp_path / "report.json")]
     assert main(line) == 2
     assert "error: rank 3: nowhere/config.json: not found" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", [("--experts", "bf16"), ("--skew", "3")], ids=" ".join)
+def test_weights_that_are_read_are_not_made(option, tmp_path, capsys):
+    line = ["run", "--checkpoint", str(NANO), "--context", "5", *option, "--out", str(tmp_path / "report.json")]
+    assert main(line) == 2
+    assert capsys.readouterr().err == f"error: run: {option[0]} belongs to --synthetic, expected it there alone\n"
+
+
+def test_a_format_that_does_not_fit_names_its_option(tmp_path, capsys):
+    assert main(["run", "--synthetic", "tiny", "--context", "5", "--out", str(tmp_path / "report.json")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: --experts is nvfp4+mxfp8: 1 ranks share")
+    assert line.endswith("expected equal blocks of 32 (mxfp8) for each, or --experts bf16")
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"RANK": "x"}, "RANK is 'x' in the environment, expected an integer from 0 to 0"),
+        ({"RANK": "5", "WORLD_SIZE": "2"}, "RANK is '5' in the environment, expected an integer from 0 to 1"),
+        ({"WORLD_SIZE": "-2"}, "WORLD_SIZE is '-2' in the environment, expected an integer from 0"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR or MASTER_PORT is missing in the environment"),
+        ({"WORLD_SIZE": "2", "MASTER_ADDR": "::1", "MASTER_PORT": "x"}, "MASTER_PORT is 'x' in the environment"),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}, "MASTER_PORT 1: expected"),
+    ],
+    ids=["rank", "rank beyond", "size", "no master", "port", "dead master"],
+)
+def test_an_environment_that_torchrun_did_not_set(environment, message, tmp_path, capsys, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, text in environment.items():
+        monkeypatch.setenv(name, text)
+    line = ["run", "--synthetic", "nano", "--context", "5", "--timeout", "1", "--out", str(tmp_path / "report.json")]
+    assert main([*line, "--tp", environment.get("WORLD_SIZE", "1").strip("-")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+    assert list(tmp_path.iterdir()) == []

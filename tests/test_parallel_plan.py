@@ -10,7 +10,7 @@ from torch import nn
 
 from inkling_ref import InputError
 from inkling_ref.cache import Step
-from inkling_ref.checkpoint import empty_model
+from inkling_ref.checkpoint import empty_model, load, save
 from inkling_ref.config import InklingConfig
 from inkling_ref.measure import cost
 from inkling_ref.parallel.apply import Mesh, parallelize
@@ -108,6 +108,9 @@ def heads(H: int, G: int) -> InklingConfig:
         ({"tp": 0}, None, None, "tp is 0, expected an integer >= 1"),
         ({"tp": True}, None, None, "tp is True"),
         ({"exchange": "magic"}, None, None, "exchange is 'magic'"),
+        ({"sequence": "yes"}, None, None, "sequence is 'yes', expected True or False"),
+        ({"sequence_from": -5}, None, None, "sequence_from is -5, expected an integer >= 1"),
+        ({"tp": None}, None, None, "tp is None, expected an integer >= 1"),
         ({"tp": 1, "dp": 3, "ep": 1}, heads(4, 2), None, "3 ranks share an expert's 64 columns"),
         ({"tp": 4, "ep": 1}, heads(4, 4), ["bf16", "mxfp8"], "expected equal blocks of 32 .mxfp8. for each"),
     ],
@@ -163,6 +166,27 @@ def test_one_rank_of_small_without_memory_has_its_share():
     assert sum(n for name, n in sizes.items() if ".experts." in name) == 73_383_542_784  # as `inkling-ref info` counts
     assert tuple(model.llm.unembed.weight.shape) == (201024 // 8, 4608)
     assert all(isinstance(p, nn.Parameter) and p.is_meta for p in model.parameters())
+
+
+def test_a_part_is_not_cut_again():
+    model = parallelize(random_model(FOUR), Mesh.stand_in(Plan(2), 1))
+    with pytest.raises(InputError, match="model: rank 1's part already, expected a whole model"):
+        parallelize(model, Mesh.stand_in(Plan(2), 0))
+
+
+@pytest.mark.parametrize("plan", [Plan(2), Plan(1, 2), Plan(1, 2, ep=1)], ids=["tp", "dp", "width"])
+def test_a_part_is_not_saved_for_the_whole(plan, tmp_path):
+    model = parallelize(random_model(FOUR), Mesh.stand_in(plan, 1))
+    with pytest.raises(InputError, match="model: the part of rank 1 of 2, expected a whole model"):
+        save(model, tmp_path / "part")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_world_of_one_holds_the_whole_and_saves_it(tmp_path):
+    save(parallelize(random_model(FOUR), Mesh.stand_in(Plan(), 0)), tmp_path / "whole")
+    twin = load(tmp_path / "whole")
+    for name, parameter in random_model(FOUR).named_parameters():
+        assert torch.equal(parameter, twin.get_parameter(name)), name
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the model is on the CPU, the kernels would not be interpreted")

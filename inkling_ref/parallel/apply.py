@@ -83,8 +83,10 @@ def parallelize(model: Inkling, mesh: Mesh) -> Inkling:
     Its calls, caches and logits are those of the whole model; every rank of a tp group makes the same calls.
 
     Raises:
-        InputError: a size that cannot be divided, see `Plan.check`.
+        InputError: a size that cannot be divided, see `Plan.check`, or a model that is a rank's part already.
     """
+    if hasattr(model, "share"):
+        raise InputError(f"model: rank {model.share.rank}'s part already, expected a whole model")
     mesh.plan.check(model.config, [layer.mlp.experts.stored_format for layer in model.llm.layers])
     share = Share(model.config, mesh.plan, mesh.rank)
     for name, cut in share.slices().items():

@@ -29,9 +29,26 @@ _PERIOD = 0.3  # seconds between two looks at the store
 _ENDING = threading.Lock()  # the watching thread and the failing one may both want to end: the first does
 
 
+def variable(name: str, default: int, below: int = 2**31) -> int:
+    """A whole number that torchrun set.
+
+    Raises:
+        InputError: another text, or a number that is not below `below`.
+    """
+    text = os.environ.get(name, str(default))
+    if not (text.isdecimal() and int(text) < below):
+        raise InputError(f"{name} is {text!r} in the environment, expected an integer from 0 to {below - 1}")
+    return int(text)
+
+
 def rank_and_size() -> tuple[int, int]:
-    """Of this process, as torchrun set them."""
-    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    """Of this process, as torchrun set them.
+
+    Raises:
+        InputError: no numbers, or a rank that is not below the size.
+    """
+    size = max(variable("WORLD_SIZE", 1), 1)
+    return variable("RANK", 0, size), size
 
 
 @contextmanager
@@ -40,12 +57,15 @@ def world(plan: Plan, device_type: str = "cpu", timeout: timedelta = TIMEOUT) ->
 
     An exception within ends all ranks. This process then does not return from here: it exits with status 2 for an
     InputError and 1 for any other.
+
+    Raises:
+        InputError: before the ranks have met: where they should is not said, or they do not within the timeout.
     """
     rank, size = rank_and_size()
     if size == 1:
         yield Mesh.join(plan, device_type, timeout)
         return
-    store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+    store, rank, size = _meet(timeout)
     store.set_timeout(timeout)
     watch = _Watch(store.clone(), rank, size)
     watch.start()
@@ -60,6 +80,17 @@ def world(plan: Plan, device_type: str = "cpu", timeout: timedelta = TIMEOUT) ->
     watch.stopped.set()
     dist.barrier()  # the store goes with the rank that holds it: nobody may still be looking
     dist.destroy_process_group()
+
+
+def _meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
+    host, port = os.environ.get("MASTER_ADDR"), variable("MASTER_PORT", 0, 2**16)
+    if not (host and port):
+        raise InputError("MASTER_ADDR or MASTER_PORT is missing in the environment, expected a start by torchrun")
+    try:
+        return next(dist.rendezvous("env://", timeout=timeout))
+    except dist.DistError as error:
+        why = str(error).splitlines()[0]
+        raise InputError(f"MASTER_ADDR {host}, MASTER_PORT {port}: expected all ranks to meet there: {why}") from None
 
 
 class _Watch(threading.Thread):

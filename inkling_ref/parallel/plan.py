@@ -46,7 +46,8 @@ class Plan:
     sequence_from: int = 64
 
     def __post_init__(self) -> None:
-        for name, value in (("tp", self.tp), ("dp", self.dp), ("ep", self.n_ep)):
+        ep = 1 if self.ep is None else self.ep
+        for name, value in (("tp", self.tp), ("dp", self.dp), ("ep", ep), ("sequence_from", self.sequence_from)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise InputError(f"{name} is {value!r}, expected an integer >= 1")
         if self.world % self.n_ep:
@@ -55,6 +56,8 @@ class Plan:
             )
         if self.exchange not in ("all_reduce", "all_to_all"):
             raise InputError(f"exchange is {self.exchange!r}, expected 'all_reduce' or 'all_to_all'")
+        if not isinstance(self.sequence, bool):
+            raise InputError(f"sequence is {self.sequence!r}, expected True or False")
 
     @property
     def world(self) -> int:

@@ -7,7 +7,6 @@ time too short: waiting for the slowest rank, traffic that disturbs computation,
 """
 
 import json
-import os
 import resource
 import sys
 import time
@@ -22,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from ..chat import Tokenizer, render
+from ..checkpoint import layer_formats
 from ..config import InklingConfig
 from ..draft_files import load_drafter
 from ..errors import InputError
@@ -30,7 +30,7 @@ from ..tensor_files import whole_file
 from .apply import Mesh, load
 from .collectives import Link
 from .generation import adopt, generate
-from .launch import rank_and_size, world
+from .launch import rank_and_size, variable, world
 from .plan import Plan, split
 from .synthetic import synthetic
 
@@ -78,6 +78,11 @@ def main(
     try:
         config = InklingConfig.from_pretrained(checkpoint) if checkpoint else getattr(InklingConfig, preset)()
         plan.check(config)
+        if preset:
+            try:
+                plan.check(config, layer_formats(experts, config.text.num_hidden_layers))
+            except InputError as error:
+                raise InputError(f"--experts is {experts}: {error}, or --experts bf16") from None
         if only_rank is not None and size > 1:
             raise InputError(f"--only-rank under torchrun with {size} processes, expected a single process")
         if only_rank is None and size != plan.world:
@@ -95,6 +100,9 @@ def main(
             if rendered.pixel_values is not None:
                 pixels = {"pixel_values": rendered.pixel_values, "image_grid_thw": rendered.image_grid_thw}
         elif random_tokens is not None:
+            longest = config.text.max_position_embeddings
+            if not 0 < random_tokens[1] <= longest:
+                raise InputError(f"--context is {random_tokens[1]}, expected 1 to max_position_embeddings {longest}")
             generator = torch.Generator().manual_seed(0)
             below = min(config.text.unpadded_vocab_size, config.image_token_id if config.vision else 2**31)
             tokens = torch.randint(below, random_tokens, generator=generator).tolist()
@@ -104,7 +112,7 @@ def main(
             raise InputError(f"rank {rank}: {error}") from None
         raise
     if device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(variable("LOCAL_RANK", 0, torch.cuda.device_count()))
 
     with _place(plan, only_rank, device, timedelta(seconds=timeout)) as mesh:
         start = time.perf_counter()
