@@ -94,6 +94,9 @@ def _scales_assembly(factor: int, offset: int) -> gl.constexpr:
 
 NVFP4_SCALES = _scales_assembly(16, 0x76007600)
 MXFP8_SCALES = _scales_assembly(128, 0x38003800)
+# Types of results; Triton 3.9 takes no tuple made within a kernel.
+FOUR_WORDS = gl.constexpr((gl.int32,) * 4)
+FOUR_PAIRS, EIGHT_PAIRS = gl.constexpr((gl.bfloat16,) * 4), gl.constexpr((gl.bfloat16,) * 8)
 UNSCALED = gl.constexpr(256.0)  # what is left to multiply: the product of value and scale is 2^-8 of the weight
 
 
@@ -102,8 +105,7 @@ UNSCALED = gl.constexpr(256.0)  # what is left to multiply: the product of value
 def _scales(packed, NVFP4: gl.constexpr):
     """The four bytes of each word, as pairs of bfloat16."""
     ASM: gl.constexpr = NVFP4_SCALES if NVFP4 else MXFP8_SCALES
-    FOUR: gl.constexpr = (gl.int32, gl.int32, gl.int32, gl.int32)
-    return gl.inline_asm_elementwise(ASM, "=&r,=&r,=&r,=&r,r", [packed], dtype=FOUR, is_pure=True, pack=1)
+    return gl.inline_asm_elementwise(ASM, "=&r,=&r,=&r,=&r,r", [packed], dtype=FOUR_WORDS, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -119,12 +121,11 @@ def _left(words, low, high, W: gl.constexpr, C: gl.constexpr, NVFP4: gl.constexp
         high = gl.reshape(gl.join(gl.join(high, high), gl.join(high, high)), words.shape)
         low = gl.convert_layout(low, words.type.layout, assert_trivial=True)
         high = gl.convert_layout(high, words.type.layout, assert_trivial=True)
-        EIGHT: gl.constexpr = (gl.bfloat16,) * 8
         a0, a1, a2, a3, a4, a5, a6, a7 = gl.inline_asm_elementwise(
             NVFP4_WORDS,
             "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r",
             [words, low, high],
-            dtype=EIGHT,
+            dtype=EIGHT_PAIRS,
             is_pure=True,
             pack=2,
         )
@@ -141,9 +142,8 @@ def _left(words, low, high, W: gl.constexpr, C: gl.constexpr, NVFP4: gl.constexp
             low, high = gl.join(low, low), gl.join(high, high)
         low = gl.convert_layout(gl.reshape(low, words.shape), words.type.layout, assert_trivial=True)
         high = gl.convert_layout(gl.reshape(high, words.shape), words.type.layout, assert_trivial=True)
-        FOUR: gl.constexpr = (gl.bfloat16,) * 4
         a0, a1, a2, a3 = gl.inline_asm_elementwise(
-            MXFP8_WORDS, "=&r,=&r,=&r,=&r,r,r,r,r,r,r", [words, low, high], dtype=FOUR, is_pure=True, pack=2
+            MXFP8_WORDS, "=&r,=&r,=&r,=&r,r,r,r,r,r,r", [words, low, high], dtype=FOUR_PAIRS, is_pure=True, pack=2
         )
         a = gl.join(gl.join(a0, a1), gl.join(a2, a3))
         a = gl.reshape(a, [W, C, 8, 4, S, 2, 2, 2, 2])  # warp, chunk, g, t, s / 2, s % 2, e, r, h
