@@ -282,13 +282,13 @@ def test_a_format_that_does_not_fit_names_its_option(tmp_path, capsys):
     ],
     ids=["rank", "rank beyond", "size", "no master", "port", "dead master"],
 )
-def test_an_environment_that_torchrun_did_not_set(environment, message, tmp_path, capsys, monkeypatch):
+def test_an_environment_that_torchrun_did_not_set(environment, message, tmp_path, capfd, monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     for name, text in environment.items():
         monkeypatch.setenv(name, text)
     line = ["run", "--synthetic", "nano", "--context", "5", "--timeout", "1", "--out", str(tmp_path / "report.json")]
     assert main([*line, "--tp", environment.get("WORLD_SIZE", "1").strip("-")]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = capfd.readouterr().err.splitlines()
     assert message in line
     assert list(tmp_path.iterdir()) == []

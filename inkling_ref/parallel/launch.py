@@ -9,6 +9,7 @@ the others then end when their connection to it breaks, or at the latest when a 
 """
 
 import os
+import socket
 import sys
 import threading
 import time
@@ -87,10 +88,25 @@ def _meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
     if not (host and port):
         raise InputError("MASTER_ADDR or MASTER_PORT is missing in the environment, expected a start by torchrun")
     try:
+        if variable("RANK", 0):
+            _await(host, port, timeout)
         return next(dist.rendezvous("env://", timeout=timeout))
-    except dist.DistError as error:
+    except (dist.DistError, OSError) as error:
         why = str(error).splitlines()[0]
         raise InputError(f"MASTER_ADDR {host}, MASTER_PORT {port}: expected all ranks to meet there: {why}") from None
+
+
+def _await(host: str, port: int, timeout: timedelta) -> None:
+    """Until rank 0 listens: of one that never does torch would say so with pages of its own stack."""
+    end = time.monotonic() + timeout.total_seconds()
+    while True:
+        try:
+            socket.create_connection((host, port), max(end - time.monotonic(), _PERIOD)).close()
+            return
+        except OSError:
+            if time.monotonic() > end:
+                raise
+        time.sleep(_PERIOD)
 
 
 class _Watch(threading.Thread):
