@@ -10,6 +10,7 @@ from test_attention import operands
 
 from inkling_ref import attention, fused
 from inkling_ref.errors import InputError
+from inkling_ref.kernels import INTERPRETED
 from inkling_ref.kernels import attention as attention_kernel
 from inkling_ref.kernels import decode as decode_kernel
 
@@ -184,3 +185,21 @@ def test_attend_follows_a_changed_profile():
     tensors["profiles"].mul_(-2)
     actual = attention_kernel.attend(**tensors, offsets=[0, 0])
     assert relative_rms(actual, attention.attend(**tensors, offsets=[0, 0])) < 2e-6
+
+
+@pytest.mark.parametrize("T", [2, 40])
+def test_refuses_heads_that_do_not_divide_and_empty_windows(T):
+    tensors = {name: placed(t, torch.float32) for name, t in operands(T=T).items()}
+    for window in (0, -1):
+        with pytest.raises(InputError, match=f"a window of {window}, expected at least 1"):
+            attention_kernel.attend(**tensors, offsets=[0, 0], window=window)
+    tensors["k"] = tensors["k"].repeat(1, 2, 1, 1)[:, :5]
+    with pytest.raises(InputError, match="query heads on 5 key/value ones, expected a multiple"):
+        attention_kernel.attend(**tensors, offsets=[0, 0])
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="a GPU knows bfloat16")
+def test_refuses_the_interpreters_bfloat16():
+    tensors = {name: t.bfloat16() for name, t in operands(T=2).items()}
+    with pytest.raises(InputError, match="bfloat16 in Triton's interpreter is wrong"):
+        attention_kernel.attend(**tensors, offsets=[0, 0])

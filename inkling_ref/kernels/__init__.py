@@ -37,6 +37,8 @@ def require(op: str, *tensors: Tensor) -> None:
     for t in tensors:
         if t.is_floating_point() and t.dtype not in _DTYPES:
             raise InputError(f"triton {op}: {t.dtype}, expected float32, float16 or bfloat16")
+        if INTERPRETED and t.dtype == torch.bfloat16:
+            raise InputError(f"triton {op}: bfloat16 in Triton's interpreter is wrong, expected float32 or float16")
         if t.device.type != device:
             raise InputError(f"triton {op}: a tensor on {t.device.type!r}, expected {device!r}")
         if t.is_cuda and t.device.index != torch.cuda.current_device():

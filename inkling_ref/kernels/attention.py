@@ -29,7 +29,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from . import prefill, prepared, require
-from .decode import LOWEST, TO_BASE2, attend_split, fits, transposed
+from .decode import LOWEST, TO_BASE2, attend_split, check_heads, fits, transposed
 
 
 class Tile(NamedTuple):
@@ -178,8 +178,9 @@ def attend(
     Few query rows go to `decode` (`fits`), many on a Hopper GPU to `prefill` (`suits`), others to this module's kernel.
 
     Raises:
-        InputError: see `require`.
+        InputError: see `require` and `decode.check_heads`.
     """
+    check_heads(q, k, window)
     if document_ids is None and fits(q, k):
         starts = []
         for first in (offsets, first_keys or [0] * len(offsets)):

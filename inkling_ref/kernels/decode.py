@@ -375,6 +375,20 @@ def choose_tile(rows: int, heads: int, window: int | None, processors: int, elem
     return shape._replace(programs=shape.programs * triton.cdiv(3 * heads, shape.programs))
 
 
+def check_heads(q: Float[Tensor, "B T H d"], k: Float[Tensor, "B G S d"], window: int | None) -> None:
+    """What no kernel of attention can do.
+
+    Raises:
+        InputError: for query heads that the key/value heads do not divide, or a window below 1.
+    """
+    if q.shape[2] % k.shape[1]:
+        raise InputError(
+            f"triton attend: {q.shape[2]} query heads on {k.shape[1]} key/value heads, expected a multiple"
+        )
+    if window is not None and window < 1:
+        raise InputError(f"triton attend: a window of {window}, expected at least 1, or None")
+
+
 def fits(q: Float[Tensor, "B T H d"], k: Float[Tensor, "B G S d"]) -> bool:
     """Whether a call is for this kernel: up to eight queries, in 64 rows at most."""
     T, H, G = q.shape[1], q.shape[2], k.shape[1]
@@ -407,6 +421,7 @@ def attend_split(
         InputError: see `require`.
     """
     require("attend", q, k, v, r, profiles, sink, gate)
+    check_heads(q, k, window)
     q, k, v, r, sink, gate = (u if u.stride(-1) == 1 else u.contiguous() for u in (q, k, v, r, sink, gate))
     (B, T, H, d), (G, S), (R, X) = q.shape, k.shape[1:3], profiles.shape
     Q, page, pages = H // G, 0, 0
