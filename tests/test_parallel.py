@@ -90,7 +90,7 @@ def test_every_rank_reads_its_slices_of_mixed_precision_experts(tmp_path):
 
 
 def test_nano_answers_on_two_ranks(tmp_path):
-    plans = [Plan(2, sequence=True), Plan(2, ep=1, exchange="all_to_all")]
+    plans = [Plan(2, sequence=True, sequence_from=8), Plan(2, ep=1, exchange="all_to_all")]
     succeed(start(2, tmp_path, run_folders, NANO, plans, "nano"))
 
 
@@ -185,7 +185,8 @@ def test_run_under_torchrun_ends_with_the_failing_ranks_message(tmp_path):
 def test_one_rank_of_many_alone_says_so(plan, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(InklingConfig, "tiny", classmethod(lambda cls: EIGHT))
     out = tmp_path / "report.json"
-    arguments = ["--synthetic", "tiny", "--experts", "bf16", "--only-rank", 5, "--context", 70, "--max-new-tokens", 3]
+    arguments = ["--synthetic", "tiny", "--experts", "bf16", "--only-rank", 5, "--context", 70, "--batch", 8]
+    arguments += ["--max-new-tokens", 3]
     assert main([str(word) for word in ["run", *plan, *arguments, "--out", out]]) == 0
     report, err = json.loads(out.read_text()), capsys.readouterr().err
     assert report["note"] == ALONE
@@ -195,6 +196,8 @@ def test_one_rank_of_many_alone_says_so(plan, tmp_path, capsys, monkeypatch):
     assert report["plan"]["world"] == 8
     (rank,) = report["ranks"]
     assert (rank["rank"], rank["note"]) == (5, ALONE)
+    assert all(len(row) == 3 for row in rank["tokens"])
+    assert rank["tokens"]
     counts = rank["traffic"]["prefill"].values()
     by_hand = sum(20e-6 * count["calls"] + count["sent"] / 360e9 for count in counts)
     assert report["modelled collective seconds"]["prefill"] == pytest.approx(by_hand)

@@ -1,8 +1,9 @@
 """Generation on a world of ranks: `inkling_ref.generate` on every rank, with what has to agree among them.
 
 All ranks of a tp group call with the same prompts and draw the same random numbers, so they write the same tokens;
-only candidates travel (see `layers.ShardedHead`). Groups with batches of their own take turns pass by pass: one that
-has finished, or never had a prompt, still lends its experts to the others until all are done.
+candidates travel instead of logits, except where a draft is judged at a temperature alone (see `layers.ShardedHead`).
+Groups with batches of their own take turns pass by pass: one that has finished, or never had a prompt, still lends its
+experts to the others until all are done.
 """
 
 import secrets

@@ -243,7 +243,10 @@ def _measure(model: Inkling, prompts: list[list[int]] | None, options: dict, tra
 
 
 def _seen_share(model: Inkling) -> float | None:
-    """Pairs computed here over all pairs of the tokens that came by: 1 / ep on the mean rank, more on a busy one."""
+    """Pairs computed here over all pairs of the tokens that came by.
+
+    All come by where partial sums are added up: 1 / ep on the mean rank. Sent tokens come only to an expert of theirs.
+    """
     moes = [layer.mlp for layer in model.llm.layers]
     seen = sum(moe.tokens for moe in moes) * model.config.text.num_experts_per_tok
     return sum(moe.pairs for moe in moes) / seen if seen else None
