@@ -549,9 +549,9 @@ def run(
             if value is not None:
                 raise InputError(f"run: {option} belongs to {wanted}, expected it there alone")
     skew = _between("--skew", skew or 0.0, -1e6, 1e6)
-    alpha = _between("--alpha", 20.0 if alpha is None else alpha, 0, 1e9)
+    alpha = _between("--alpha", 20.0 if alpha is None else alpha, 0.0, 1e9)
     bandwidth = _between("--bandwidth", 450.0 if bandwidth is None else bandwidth, 1e-6, 1e9)
-    _between("--timeout", timeout, 1, 1e6)
+    _between("--timeout", timeout, 1.0, 1e6)
     with _importing():
         from .parallel import run as running
         from .parallel.collectives import Link

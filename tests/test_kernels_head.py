@@ -139,8 +139,8 @@ def test_refuses_to_draw_without_seeds():
     for function in (head.sample_head, fused.sample_head):
         with pytest.raises(InputError, match=r"temperature is 0\.5 without seeds and positions, expected one"):
             function(hidden, weight, 30.0, 0.5)
-        with pytest.raises(InputError, match="temperature is -1, expected a finite number >= 0"):
-            function(hidden, weight, 30.0, -1)
+        with pytest.raises(InputError, match=r"temperature is -1.0, expected a finite number >= 0"):
+            function(hidden, weight, 30.0, -1.0)
 
 
 def test_seeds_and_positions_of_any_integers():

@@ -375,7 +375,7 @@ def choose_tile(rows: int, heads: int, window: int | None, processors: int, elem
     return shape._replace(programs=shape.programs * triton.cdiv(3 * heads, shape.programs))
 
 
-def check_heads(q: Float[Tensor, "B T H d"], k: Float[Tensor, "B G S d"], window: int | None) -> None:
+def check_heads(q: Float[Tensor, "B T H d"], k: Float[Tensor, "P G S d"], window: int | None) -> None:
     """What no kernel of attention can do.
 
     Raises:
@@ -389,7 +389,7 @@ def check_heads(q: Float[Tensor, "B T H d"], k: Float[Tensor, "B G S d"], window
         raise InputError(f"triton attend: a window of {window}, expected at least 1, or None")
 
 
-def fits(q: Float[Tensor, "B T H d"], k: Float[Tensor, "B G S d"]) -> bool:
+def fits(q: Float[Tensor, "B T H d"], k: Float[Tensor, "P G S d"]) -> bool:
     """Whether a call is for this kernel: up to eight queries, in 64 rows at most."""
     T, H, G = q.shape[1], q.shape[2], k.shape[1]
     return T <= 8 and T * (H // G) <= 64

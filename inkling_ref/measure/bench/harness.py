@@ -93,8 +93,8 @@ class Bench:
         call: Callable,
         sets: list[tuple],
         exact: object = None,
-        nbytes: float = 0,
-        flops: float = 0,
+        nbytes: float = 0.0,
+        flops: float = 0.0,
     ) -> dict[str, object]:
         """Time `call(*inputs)` over all input sets; `exact`: what the first set should give. Returns the row.
 
