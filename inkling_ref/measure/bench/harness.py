@@ -57,7 +57,7 @@ def relative_rms(actual: Tensor, exact: Tensor) -> float:
     return float((actual.double() - exact.double()).norm() / exact.double().norm())
 
 
-def tensors_of(out: object) -> list[Tensor]:
+def tensors_of(out: object) -> list[Tensor | None]:
     """The outputs of a call, one or several, as a list."""
     return list(out) if isinstance(out, list | tuple) else [out]
 
