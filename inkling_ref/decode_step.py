@@ -146,15 +146,15 @@ class DecodeStep:
             raise InputError(
                 f"decode step: {self.capacity} positions, expected room for {cache.length} and {self.tokens} more"
             )
-        for state, old in zip(self.layers, cache.layers, strict=False):
+        if len(cache.layers) != len(self.layers):
+            raise InputError(f"decode step: the cache has {len(cache.layers)} layers, expected {len(self.layers)}")
+        for state, old in zip(self.layers, cache.layers, strict=True):
             kept, place = old.keys.data, state.keys
             if (kept.shape[1], kept.shape[3], kept.dtype) != (place.shape[1], place.shape[3], place.dtype):
                 raise InputError(
                     f"decode step: the cache holds {kept.shape[1]} heads of {kept.shape[3]} in {kept.dtype}, expected "
                     f"{place.shape[1]} of {place.shape[3]} in {place.dtype}"
                 )
-        if len(cache.layers) != len(self.layers):
-            raise InputError(f"decode step: the cache has {len(cache.layers)} layers, expected {len(self.layers)}")
         inputs, slots = self.layers[0].mlp_conv.shape[1], cache.layers[0].mlp_conv.slots
         if inputs > min(n - start for n, start in zip(cache.lengths, slots.starts, strict=True)):
             raise InputError(

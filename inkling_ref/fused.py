@@ -234,6 +234,11 @@ def check_draw(temperature: float, seeds: Tensor | None, positions: Tensor | Non
         raise InputError(f"temperature is {temperature!r} without seeds and positions, expected one of each a row")
 
 
+def inverse(temperature: float) -> float:
+    """1 / temperature; finite, 0 where nothing is drawn."""
+    return min(1 / temperature, 1e36) if temperature > 0 else 0.0
+
+
 def choose(
     logits: Float[Tensor, "N V"],
     temperature: float = 0.0,
@@ -256,7 +261,7 @@ def choose(
         return logits.argmax(dim=-1)
     u = uniform(logits.shape[1], seeds, positions).clamp(max=1 - 2.0**-24)
     exponential = -torch.log1p(-u.to(logits.dtype))
-    return (logits * min(1 / temperature, 1e36) - exponential.log()).argmax(dim=-1)
+    return (logits * inverse(temperature) - exponential.log()).argmax(dim=-1)
 
 
 def sample_head(

@@ -47,6 +47,11 @@ def require(op: str, *tensors: Tensor) -> None:
             raise InputError(f"triton {op}: the kernels have no backward pass, expected torch.inference_mode()")
 
 
+def adjacent(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors, copied where the last axis is not adjacent in memory."""
+    return tuple(t if t.stride(-1) == 1 else t.contiguous() for t in tensors)
+
+
 def processors(device: torch.device) -> int:
     """Multiprocessors of the GPU: how many large programs run at one time. (The interpreter pretends to have 8.)"""
     return 8 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count

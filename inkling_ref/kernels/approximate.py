@@ -10,10 +10,10 @@ import torch
 import triton
 import triton.language as tl
 
-from . import INTERPRETED
+from . import INTERPRETED, LOG2E
 
 _APPROX = tl.constexpr(not INTERPRETED)
-_LOG2E = tl.constexpr(1.4426950408889634)
+TO_BASE2 = tl.constexpr(LOG2E)
 
 
 @triton.jit
@@ -57,7 +57,7 @@ def tanh_fraction(x, NEAR: tl.constexpr):
     1 - e cancels near zero; below NEAR |x| (1 + e) takes its place, with more terms of the series if NEAR > 0.1.
     """
     x = tl.abs(x)
-    e = exp2(x * -_LOG2E)
+    e = exp2(x * -TO_BASE2)
     near = x * (1 + e)
     if NEAR > 0.1:
         x2 = x * x
@@ -91,7 +91,7 @@ def swiglu(g, u, gate_rate, up_rate, quarter, NEAR: tl.constexpr):
     """
     top_g, below_g = tanh_fraction(g * gate_rate, NEAR)
     top_u, below_u = tanh_fraction(u * up_rate, NEAR)
-    below = below_g * below_u * (1 + exp2(g * -_LOG2E))
+    below = below_g * below_u * (1 + exp2(g * -TO_BASE2))
     return with_sign(with_sign(quarter * top_g * top_u * reciprocal(below), g), u)
 
 

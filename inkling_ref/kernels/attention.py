@@ -28,8 +28,9 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from . import prefill, prepared, require
-from .decode import LOWEST, TO_BASE2, attend_split, check_heads, fits, transposed
+from . import adjacent, prefill, prepared, require
+from .approximate import TO_BASE2
+from .decode import LOWEST, attend_split, check_heads, fits, transposed
 
 
 class Tile(NamedTuple):
@@ -215,7 +216,7 @@ def attend_tiled(
         InputError: see `require`.
     """
     require("attend", q, k, v, r, profiles, sink, gate)
-    q, k, v, r, sink, gate = (u if u.stride(-1) == 1 else u.contiguous() for u in (q, k, v, r, sink, gate))
+    q, k, v, r, sink, gate = adjacent(q, k, v, r, sink, gate)
     (B, T, H, d), (G, S), (R, X) = q.shape, k.shape[1:3], profiles.shape
     Q = H // G
     first_keys = first_keys or [0] * B

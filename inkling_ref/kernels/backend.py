@@ -44,6 +44,7 @@ def triton_step_backend() -> StepBackend:
     Raises:
         InputError: as `triton_backend`.
     """
-    ops = {field.name: getattr(triton_backend(), field.name) for field in fields(Backend)}
+    model = triton_backend()
+    ops = {field.name: getattr(model, field.name) for field in fields(Backend)}
     fused = {"prepare_qkv": prepare_qkv, "attend_cache": attend_cache, "join_and_mix": join_and_mix}
     return StepBackend(**ops, **fused, sample_head=sample_head)

@@ -36,10 +36,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..errors import InputError
-from . import LOG2E, dependent, prepared, processors, require
+from . import adjacent, dependent, prepared, processors, require
+from .approximate import TO_BASE2
 
 LOWEST: tl.constexpr = tl.constexpr(-1e30)  # stands for -inf where a difference of two must not be NaN
-TO_BASE2: tl.constexpr = tl.constexpr(LOG2E)
 
 
 class Tile(NamedTuple):
@@ -422,7 +422,7 @@ def attend_split(
     """
     require("attend", q, k, v, r, profiles, sink, gate)
     check_heads(q, k, window)
-    q, k, v, r, sink, gate = (u if u.stride(-1) == 1 else u.contiguous() for u in (q, k, v, r, sink, gate))
+    q, k, v, r, sink, gate = adjacent(q, k, v, r, sink, gate)
     (B, T, H, d), (G, S), (R, X) = q.shape, k.shape[1:3], profiles.shape
     Q, page, pages = H // G, 0, 0
     if table is not None:

@@ -22,9 +22,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..dspark import MarkovHead
 from ..errors import InputError
+from ..fused import inverse
 from . import dependent, processors, require
 from .approximate import tanh
-from .head import drawn_with, gumbel, inverse, packed, uniform
+from .head import drawn_with, gumbel, packed, uniform
 
 _CHANNELS: int = 8  # of a program of the state's kernel
 

@@ -187,7 +187,7 @@ def plan(
     slot = torch.empty(items, slots, dtype=torch.int32, device=ids.device)
     _plan[(E,)](
         ids, expert, slot, pairs, items, E, SLOTS=slots, BLOCK=min(4096, triton.next_power_of_2(pairs)),
-        PADDED_E=triton.next_power_of_2(E + 1), PDL=pdl, num_warps=1 if pairs <= 64 else 4, **launch(pdl),
+        PADDED_E=triton.next_power_of_2(E + 1), PDL=pdl, num_warps=1 if pairs <= 64 else 4, launch_pdl=pdl,
     )  # fmt: skip
     return expert, slot
 
@@ -196,14 +196,9 @@ def combine(part: Float[Tensor, "pairs D"], out: Float[Tensor, "N D"], pdl: bool
     """`out`, filled with the sums of each token's k rows."""
     (N, D), block = out.shape, 1024
     _combine[(triton.cdiv(D, block), N)](
-        part, out, D, TOP_K=len(part) // N, BLOCK=block, PDL=pdl, num_warps=4, **launch(pdl)
+        part, out, D, TOP_K=len(part) // N, BLOCK=block, PDL=pdl, num_warps=4, launch_pdl=pdl
     )
     return out
-
-
-def launch(pdl: bool) -> dict[str, bool]:
-    """Options of a launch that may come before the end of the kernel ahead of it (the interpreter knows none)."""
-    return {"launch_pdl": True} if pdl else {}
 
 
 def in_core_order(x: Tensor, nvfp4: bool, columns: int) -> Tensor:
@@ -230,7 +225,7 @@ def _packed_few(
         product[(tiles, N * k if one else len(expert))](
             x, matrix.weight, scale_words(matrix), *outer_scale(matrix, weights), expert, slots, weights, out, *rates,
             K=x.shape[1], TILES=tiles, STEPS=steps, WIDTH=rows, TOP_K=k, NVFP4=nvfp4, FIRST=first, ONE=one,
-            PADDED=triton.next_power_of_2(steps * 256), NEAR=near(x.dtype), num_warps=4, **launch(True),
+            PADDED=triton.next_power_of_2(steps * 256), NEAR=near(x.dtype), num_warps=4, launch_pdl=True,
         )  # fmt: skip
         return out
 

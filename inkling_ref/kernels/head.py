@@ -20,8 +20,8 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ..fused import check_draw
-from . import require
+from ..fused import check_draw, inverse
+from . import adjacent, require
 from .approximate import log2, tanh
 
 WORST: int = 2**63 - 1  # no score packs to more
@@ -100,11 +100,6 @@ def drawn_with(
     return (seeds.contiguous(), positions.contiguous()) if temperature > 0 else (None, None)
 
 
-def inverse(temperature: float) -> float:
-    """1 / temperature; finite, 0 where nothing is drawn."""
-    return min(1 / temperature, 1e36) if temperature > 0 else 0.0
-
-
 def sample_head(
     hidden: Float[Tensor, "N D"],
     weight: Float[Tensor, "V D"],
@@ -123,7 +118,7 @@ def sample_head(
     require("sample_head", hidden, weight)
     seeds, positions = drawn_with(temperature, seeds, positions)
     (N, D), V = hidden.shape, weight.shape[0]
-    hidden, weight = hidden if hidden.stride(1) == 1 else hidden.contiguous(), weight.contiguous()
+    (hidden,), weight = adjacent(hidden), weight.contiguous()
     best = torch.full((N,), WORST, dtype=torch.int64, device=hidden.device)
     rows = min(64, max(16, triton.next_power_of_2(N)))
     ids, columns, stages, warps = (64, 256, 5, 4) if rows == 16 else (128, 128, 4, 8)

@@ -28,8 +28,8 @@ from torch.nn import functional as F
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from . import dependent, prepared, require
-from .approximate import exp2, near, reciprocal, swiglu
+from . import adjacent, dependent, prepared, require
+from .approximate import TO_BASE2, exp2, near, reciprocal, swiglu
 
 _FEW: int = 16  # rows up to which the router reads the float32 weight
 
@@ -104,7 +104,7 @@ def _choose(
     logit = tl.load(logit_ptr + token * E + experts, mask=real, other=0.0)
     for i in tl.static_range(1, SLICES):
         logit += tl.load(logit_ptr + (i * N + token) * E + experts, mask=real, other=0.0)
-    weight = reciprocal(1 + exp2(logit * -1.4426950408889634))
+    weight = reciprocal(1 + exp2(logit * -TO_BASE2))
     score = weight + bias
     score = tl.where(score != score, float("inf"), score)  # NaN first, as a sort has it
     # Float bits in an order that integers share: negative numbers have their other bits turned over. Two reductions of
@@ -167,7 +167,7 @@ def route(
     """
     require("route", h, weight, bias)
     (N, D), E, pdl = h.shape, weight.shape[0], dependent(h.device)
-    h, bias = h if h.stride(1) == 1 else h.contiguous(), bias.contiguous()
+    (h,), bias = adjacent(h), bias.contiguous()
     if N <= _FEW:
         w, (experts, step, steps) = weight.float().contiguous(), (2, 512, 5) if N == 1 else (4, 128, 9)
         slices = triton.cdiv(D, step * steps)

@@ -44,7 +44,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from . import LOG2E, prepared, processors, require
+from . import LOG2E, adjacent, prepared, processors, require
 from .approximate import reciprocal
 
 _STAGES: gl.constexpr = gl.constexpr(2)  # steps of keys and values in shared memory
@@ -436,7 +436,7 @@ def attend(
     """
     require("attend", q, k, v, r, profiles, sink, gate)
     (B, T, H, d), (G, S), X = q.shape, k.shape[1:3], profiles.shape[1]
-    sink = sink if sink.stride(-1) == 1 else sink.contiguous()
+    (sink,) = adjacent(sink)
     out = torch.empty(B, T, H * d, dtype=q.dtype, device=q.device)
     places = list(zip(offsets, first_keys or [0] * B, strict=True))
     parts = [slice(0, B)] if len(set(places)) == 1 else [slice(b, b + 1) for b in range(B)]

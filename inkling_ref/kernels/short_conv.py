@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..errors import InputError
-from . import dependent, prepared, require
+from . import adjacent, dependent, prepared, require
 
 RUN: int = 8  # of a run of a long call
 SHORT: int = 16  # calls of so many tokens are one run
@@ -263,7 +263,7 @@ def short_conv(
         InputError: see `require`.
     """
     require("short_conv", u, weight)
-    u, past = u if u.stride(2) == 1 else u.contiguous(), weight.shape[2] - 1
+    (u,), past = adjacent(u), weight.shape[2] - 1
     documents = None if document_position is None else document_position.contiguous()
     return _launch(u[:, past:], -past, prepared(weight, token_major), document_position=documents)
 
@@ -280,7 +280,7 @@ def dynamic_short_conv(
         InputError: see `require`.
     """
     require("dynamic_short_conv", u, dynamic_taps, static)
-    u, past = u if u.stride(2) == 1 else u.contiguous(), len(static) - 1
+    (u,), past = adjacent(u), len(static) - 1
     documents = None if document_position is None else document_position.contiguous()
     return _launch(u[:, past:], -past, static.contiguous(), dynamic_taps.contiguous(), documents)
 
@@ -299,5 +299,5 @@ def rolling_short_conv(
     require("rolling_short_conv", x, state, weight)
     check_state("rolling_short_conv", state, x.shape[1], weight.shape[2], RUN)
     rejected = None if rejected is None else rejected.contiguous()
-    x = x if x.stride(2) == 1 else x.contiguous()
+    (x,) = adjacent(x)
     return _launch(x, 0, prepared(weight, token_major), state=state, rejected=rejected)
