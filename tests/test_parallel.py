@@ -165,6 +165,8 @@ def test_run_under_torchrun_answers_as_one_process_and_reports_every_rank(tmp_pa
         spans = [event for event in report["traceEvents"] if event["pid"] == rank["rank"]]
         assert {"text stack", "layer 17 mlp", "gather over tp"} <= {span["name"] for span in spans}
         assert min(span["dur"] for span in spans) >= 0
+        sent = sum(span["args"]["bytes sent"] for span in spans if "args" in span)
+        assert sent == sum(count["sent"] for phase in rank["traffic"].values() for count in phase.values())
     assert sum(rank["share of the pairs it has seen"] for rank in report["ranks"]) == pytest.approx(1)
     assert "rank 1: 0.0232 GB of weights" in done.stderr
 

@@ -63,7 +63,7 @@ class Traffic:
     """What a rank exchanged, by phase ("prefill", "decode", ... as `phase` says) and "collective over group"."""
 
     phase: str = ""
-    listener: Callable[[str, float, float], None] | None = None  # told of each: name, begin and end in microseconds
+    listener: Callable[[str, float, float, int], None] | None = None  # of each: name, begin and end in us, bytes sent
     counts: dict[tuple[str, str], Count] = field(default_factory=lambda: defaultdict(Count))
 
     def add(self, what: str, sent: int, seconds: float) -> None:
@@ -95,7 +95,7 @@ class Group:
         end = time.perf_counter()
         self.traffic.add(f"{what} over {self.name}", sent, end - start)
         if self.traffic.listener is not None:
-            self.traffic.listener(f"{what} over {self.name}", 1e6 * start, 1e6 * end)
+            self.traffic.listener(f"{what} over {self.name}", 1e6 * start, 1e6 * end, sent)
 
     def _gather(self, out: Tensor, x: Tensor) -> None:
         _all_gather(out, x, group=self.process_group)

@@ -266,8 +266,9 @@ def _events(model: Inkling) -> list[dict[str, Any]]:
         module.register_forward_pre_hook(lambda *_: begun.__setitem__(name, now()))
         module.register_forward_hook(lambda *_: span(name, begun[name], now()))
 
-    def span(name: str, start: float, end: float) -> None:
-        events.append({"name": name, "ph": "X", "pid": rank, "tid": 0, "ts": start, "dur": end - start})
+    def span(name: str, start: float, end: float, sent: int | None = None) -> None:
+        event = {"name": name, "ph": "X", "pid": rank, "tid": 0, "ts": start, "dur": end - start}
+        events.append(event if sent is None else {**event, "args": {"bytes sent": sent}})
 
     watch(model.llm, "text stack")
     watch(model.llm.embed, "embed")
