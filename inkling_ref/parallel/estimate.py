@@ -3,26 +3,42 @@ r"""What a rank holds, computes, moves and sends, on paper: from the config and 
 An operation takes as long as its arithmetic or its bytes, whichever is longer; every input is read once and every
 output written once. Seconds of a pass are the sum over operations, with the collectives on top, none overlapped:
 
-$$ t = \sum_{\mathrm{op}} \max(\mathrm{FLOP} / F, \; \mathrm{bytes} / M) + \sum_{\mathrm{collective}}
-   (\mathrm{calls} \cdot \alpha + \mathrm{sent} / (e B)) $$
+$$ t = \sum_{\mathrm{op}} \max\left(\frac{\mathrm{FLOP}}{\mathrm{FLOP/s}},
+   \frac{\mathrm{bytes}}{\mathrm{bytes/s}}\right) + \sum_{\mathrm{collective}} t_c $$
+
+**Collectives.** One costs a latency alpha and its bytes over what a link carries. A sum over n ranks takes one shot
+(each rank sends its whole partial sum to every other) or two (a reduce_scatter, then a gather), whichever is faster:
+
+$$ t_c = \min\left(\alpha + \frac{(n - 1) \, \mathrm{bytes}}{e \cdot \mathrm{bandwidth}}, \;
+   2 \alpha + \frac{2 (n - 1)}{n} \frac{\mathrm{bytes}}{e \cdot \mathrm{bandwidth}}\right) $$
+
+The layers of this package always take two, with the convolution in between; after one shot each rank would convolve all
+channels. Across hosts, sums and gathers go in two steps, within hosts and then between the like GPUs of each.
+
+**Routing.** Uniform and independent, so that `work` is the mean rank's. The others wait for the busiest: `waiting` is
+what it takes longer, from drawn routes, of which there can also be skewed ones.
 
 Conventions: weights and stream in bfloat16, experts in their released formats, router weight and arithmetic in
 float32. Sources of the depth state are read once for each sublayer: that, norms and router are what sequence
-parallelism divides. Routing is uniform, so that this is the mean rank; a busier one takes longer. Launching a kernel
-costs nothing here, so that decoding at batch 1 is underestimated: a layer has ten operations, each of 2 us or more on a
-real device.
+parallelism divides. Launching a kernel costs nothing here, so that decoding at batch 1 is underestimated: a layer has
+ten operations, each of 2 us or more on a real device.
 
-Source of the device's numbers: the H200's datasheet, of which a good kernel reaches 90 % of the memory's speed and
-80 % of the matrix units'. Between hosts a GPU has a network card of 400 Gb/s.
+Sources. Device: the H200's datasheet, of which a good kernel reaches 90 % of the memory's speed and 80 % of the matrix
+units'. Latencies, published for H100 and GB200: `ALPHAS`. Links: 450 GB/s each way of an NVLink 4 GPU, 80 % of it
+usable; between hosts a network card of 400 Gb/s for each GPU, with a latency that is assumed.
 """
 
 import sys
-from collections import Counter
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import pairwise
 from math import comb
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..checkpoint import empty_model, layer_formats
 from ..config import InklingConfig
@@ -30,11 +46,19 @@ from ..measure import cost
 from ..model import keeps_float32
 from .apply import Mesh, parallelize
 from .collectives import Link
-from .plan import Plan, Share
+from .plan import Plan, Share, split
 
 HOST = 8  # GPUs of one
 NETWORK = Link(alpha=30e-6, bandwidth=50e9)
+ALPHAS = {  # seconds of one collective that carries next to nothing
+    "NCCL": 20e-6,  # all-reduce on 8 H100: 19 to 25 us up to 512 KB (Triton-distributed, issue 57)
+    "one-shot kernel": 7e-6,  # on 4 ranks 10 us at 0.5 MB and 23 at 2 MB (vLLM, pull request 24532)
+    "Lamport push": 5e-6,  # 8 us, with convolution and norm, on GB200 at batch 1 (vLLM's article on Inkling 1)
+}
+PER_WEIGHT = {"bf16": 2.0, "nvfp4": 1 / 2 + 1 / 16, "mxfp8": 1 + 1 / 32}  # bytes, with scales
 STREAM, ROUTE = 2, 4  # bytes of a bfloat16 and a float32
+DRAWN = 16384  # tokens whose routes are drawn
+CHUNK = 8192  # tokens of one pass of a long prefill
 
 
 @dataclass(frozen=True)
@@ -48,28 +72,62 @@ class Device:
 
 @dataclass
 class Work:
-    """One kind of operation in one pass of one rank."""
+    """Operations of one kind in one pass of one rank."""
 
     flops: float = 0.0
     bytes: float = 0.0
     seconds: float = 0.0
 
 
+@dataclass
+class Exchange:
+    """Collectives of one purpose in one pass: calls of one rank, bytes that leave it, seconds."""
+
+    calls: float = 0
+    sent: float = 0.0
+    seconds: float = 0.0
+
+
 @dataclass(frozen=True)
 class Estimate:
-    """One pass of one rank: work by operation; calls, bytes and seconds of its collectives."""
+    """A pass of one rank: the mean rank's work by operation, collectives by purpose, and the busiest ranks' experts."""
 
     work: dict[str, Work]
-    calls: int
-    sent: int | float
-    collective_seconds: int | float
+    exchanges: dict[str, Exchange]
+    busiest: Work
 
     @property
-    def compute_seconds(self) -> int | float:
+    def flops(self) -> float:
+        return sum(work.flops for work in self.work.values())
+
+    @property
+    def bytes(self) -> float:
+        return sum(work.bytes for work in self.work.values())
+
+    @property
+    def calls(self) -> float:
+        return sum(exchange.calls for exchange in self.exchanges.values())
+
+    @property
+    def sent(self) -> float:
+        return sum(exchange.sent for exchange in self.exchanges.values())
+
+    @property
+    def compute_seconds(self) -> float:
+        """Of the mean rank."""
         return sum(work.seconds for work in self.work.values())
 
     @property
-    def seconds(self) -> int | float:
+    def busiest_seconds(self) -> float:
+        """As `compute_seconds`, but every layer takes as long as the rank computes that is busiest there."""
+        return self.compute_seconds - self.work["experts"].seconds + self.busiest.seconds
+
+    @property
+    def collective_seconds(self) -> float:
+        return sum(exchange.seconds for exchange in self.exchanges.values())
+
+    @property
+    def seconds(self) -> float:
         return self.compute_seconds + self.collective_seconds
 
 
@@ -80,16 +138,77 @@ def weight_bytes(
     model, _ = empty_model(config, "cpu", torch.bfloat16)
     parallelize(model, Mesh.stand_in(plan, rank))
     formats = layer_formats(experts, config.text.num_hidden_layers)
-    per_block = {"bf16": 32 * 2, "nvfp4": 32 // 2 + 2, "mxfp8": 32 + 1}  # bytes of 32 weights with their scales
     sizes: Counter[str] = Counter()
     for name, p in model.named_parameters():
         if ".experts." in name:
-            sizes["experts"] += p.numel() * per_block[formats[int(name.split(".")[2])]] // 32
+            sizes["experts"] += int(p.numel() * PER_WEIGHT[formats[int(name.split(".")[2])]])
         else:
             part = next((word for word in ("visual", "unembed", "embed.", "gate.", "attn.") if word in name), "other")
             part = {"visual": "image encoder", "gate.": "router", "attn.": "attention"}.get(part, part.strip("."))
             sizes[part] += p.numel() * (4 if keeps_float32(name) else 2)
     return sizes
+
+
+# ---------------------------------------------------------------- routing
+
+
+@dataclass(frozen=True)
+class Load:
+    """What the tokens of a pass ask in one layer of the mean rank and of the busiest; expected values.
+
+    visited: of a rank's experts that a token chose, and that are then read; pairs: of a token and an expert.
+    """
+
+    visited: float
+    pairs: float
+    busiest_visited: float
+    busiest_pairs: float
+
+
+@cache
+def _drawn_choices(E: int, k: int, skew: float) -> Tensor:
+    """Experts [tokens, k] that tokens chose, k different ones each; id 0 is the most popular."""
+    generator = torch.Generator().manual_seed(0)
+    popularity = torch.arange(1, E + 1) ** -skew
+    arrival = torch.empty(DRAWN, E).exponential_(generator=generator) / popularity  # the first is drawn by popularity,
+    return arrival.topk(k, largest=False).indices  # and so is the next of those that are left
+
+
+@cache
+def load(E: int, k: int, parts: int, tokens: int, skew: float = 0.0) -> Load:
+    """Load of `parts` ranks that share E experts, where every token chooses k.
+
+    skew: exponent of Zipf's law. An expert is chosen in proportion to 1 / place^skew in the order of popularity; the
+    order is another in every layer, so that popular experts may lie anywhere. 0: all are equally popular.
+    """
+    drawn = min(tokens, CHUNK)  # of more tokens the busiest has as many pairs more as the mean
+    chosen = _drawn_choices(E, k, skew)
+    passes = chosen[: len(chosen) // drawn * drawn].view(-1, drawn * k)
+    counts = torch.zeros(len(passes), E).scatter_add_(1, passes, torch.ones(passes.shape))
+    owner = torch.tensor([part for part, run in enumerate(split(E, parts)) for _ in run])
+    of_part = torch.nn.functional.one_hot(owner, parts).float()
+    generator = torch.Generator().manual_seed(1)
+    visited, busiest_visited, busiest_pairs = [], [], []
+    for _ in range(16):
+        order = of_part[torch.randperm(E, generator=generator)]
+        hits = (counts > 0).float() @ order
+        visited.append(hits.mean())
+        busiest_visited.append(hits.amax(dim=1).mean())
+        busiest_pairs.append((counts @ order).amax(dim=1).mean())
+    pairs = tokens * k / parts
+    busiest = float(torch.stack(busiest_pairs).mean()) / (drawn * k / parts)
+    mean = E / parts * (1 - (1 - k / E) ** tokens) if skew == 0 else float(torch.stack(visited).mean())
+    return Load(mean, pairs, float(torch.stack(busiest_visited).mean()), busiest * pairs)
+
+
+def reached(config: InklingConfig, plan: Plan) -> float:
+    """Other ranks to which a token is sent because they own one of its experts: uniform routing."""
+    E, k = config.text.n_routed_experts, config.text.num_experts_per_tok
+    parts = sum(1 - comb(E - len(run), k) / comb(E, k) for run in split(E, plan.n_ep))
+    return parts * (plan.world - 1) / plan.n_ep  # the token's own rank is as likely among them as any
+
+
+# ---------------------------------------------------------------- a pass
 
 
 def estimate(
@@ -101,163 +220,216 @@ def estimate(
     experts: cost.ExpertFormat = "nvfp4+mxfp8",
     device: Device | None = None,
     link: Link | None = None,
+    skew: float = 0.0,
+    one_shot: bool = True,
 ) -> Estimate:
-    """A pass over the last `tokens` tokens of `batch` sequences of `context` tokens, in each dp group."""
+    """A pass over the last `tokens` tokens of `batch` sequences of `context` tokens, in each dp group.
+
+    skew: of the routing, see `load`. one_shot: whether sums may take one, which this package's layers never do.
+    """
     device, text, share = device or Device(), config.text, Share(config, plan, 0)
     D, I, E, R = text.hidden_size, text.moe_intermediate_size, text.n_routed_experts, text.d_rel
-    k, tp, N = text.num_experts_per_tok, plan.tp, batch * tokens
+    L, k, tp, N = text.num_hidden_layers, text.num_experts_per_tok, plan.tp, batch * tokens
+    etp = plan.world // plan.n_ep  # ranks that share an expert's columns
     is_cut = plan.sequence and tp > 1 and tokens >= plan.sequence_from
     n_own = N / tp if is_cut else N  # tokens that this rank mixes and norms
     n_routed = N / tp if is_cut or plan.exchange == "all_to_all" else N
-    n_all = N * plan.dp  # tokens that reach the experts of all ranks
-    formats = layer_formats(experts, text.num_hidden_layers)
-    per_weight = {"bf16": 2.0, "nvfp4": 0.5 + 1 / 16, "mxfp8": 1 + 1 / 32}
-    work: dict[str, Work] = {}
+    work, busiest = defaultdict(Work), Work()
 
-    def add(name: str, flops: int | float, size: int | float, speed: float = device.matrix) -> None:
-        done = work.setdefault(name, Work())
-        done.flops, done.bytes = done.flops + flops, done.bytes + size
-        done.seconds += max(flops / speed, size / device.memory)
+    def add(done: Work, times: int, flops: float, moved: float, speed: float = device.matrix) -> None:
+        done.flops += times * flops
+        done.bytes += times * moved
+        done.seconds += times * max(flops / speed, moved / device.memory)
 
-    add("embedding", 0, 2 * N * D * STREAM)
-    for layer in range(text.num_hidden_layers):
+    add(work["embedding"], 1, 0, 2 * N * D * STREAM)
+    for is_sliding, times in Counter(map(text.is_sliding, range(L))).items():
+        layer = next(i for i in range(L) if text.is_sliding(i) == is_sliding)
         a, H, G = text.attention(layer), share.n_local_heads(layer), share.n_local_kv_heads(layer)
-        d, queries = a.head_dim, 1 if a.window else 3
+        d, queries = a.head_dim, 1 if is_sliding else 3
         out = 2 * H * d + 2 * G * d + H * R + H
         weights = D * (out + H * d)
-        add("attention projections", 2 * N * weights, STREAM * (weights + N * (queries * D + out + H * d + D)))
+        moved = weights + N * (queries * D + out + H * d + D)
+        add(work["attention projections"], times, 2 * N * weights, STREAM * moved)
         seen, near = (cost.keys_seen(context, tokens, span) for span in (a.window, a.extent))
         keys = min(context, tokens + (a.window or context))
-        moved = STREAM * batch * (2 * G * d * keys + tokens * (3 * H * d + H * R))
-        add("attention over keys", batch * H * (4 * d * seen + 2 * R * near), moved + STREAM * R * a.extent)
-        channels = 2 * G * d + 2 * D // tp
-        add("convolutions", 2 * N * channels * text.conv_kernel_size, 2 * STREAM * N * channels, device.scalar)
+        moved = batch * (2 * G * d * keys + tokens * (3 * H * d + H * R)) + R * a.extent
+        add(work["attention over keys"], times, batch * H * (4 * d * seen + 2 * R * near), STREAM * moved)
+        channels = N * (2 * G * d + 2 * D // tp)
+        flops = 2 * channels * text.conv_kernel_size
+        add(work["convolutions"], times, flops, 2 * STREAM * channels, device.scalar)
+    for layer in range(L):
         at_attention, at_mlp = cost.residual_sources(text, layer)
-        mixed = 4 * D * n_own * (at_attention * queries + at_mlp)
+        queries = 1 if text.is_sliding(layer) else 3
+        flops = 4 * D * n_own * (at_attention * queries + at_mlp)
         moved = D * n_own * STREAM * (at_attention + at_mlp + queries + 1 + 4)  # y is added twice: read and written
-        add("residual mixing and norms", mixed, moved, device.scalar)
-        add("router", 2 * n_routed * D * E, 4 * E * D + STREAM * n_routed * D, device.scalar)
-        hit = len(share.local_experts) * (1 - (1 - k / E) ** n_all)
-        pairs = n_all * k * len(share.local_experts) / E
-        moved = hit * 3 * D * I / plan.width * per_weight[formats[layer]]
-        moved += STREAM * pairs * (2 * D + 3 * I / plan.width)
-        add("experts", 2 * pairs * 3 * D * I / plan.width, moved)
+        add(work["residual mixing and norms"], 1, flops, moved, device.scalar)
+    add(work["router"], L, 2 * n_routed * D * E, 4 * E * D + STREAM * n_routed * D, device.scalar)
+    routing = load(E, k, plan.n_ep, N * plan.dp, skew)
+    for quantisation, times in Counter(layer_formats(experts, L)).items():
+        for done, visited, pairs in (
+            (work["experts"], routing.visited, routing.pairs),
+            (busiest, routing.busiest_visited, routing.busiest_pairs),
+        ):
+            moved = visited * 3 * D * I * PER_WEIGHT[quantisation] + STREAM * pairs * (2 * D * etp + 3 * I)
+            add(done, times, 6 * pairs * D * I / etp, moved / etp)
     rows = len(share.local_vocabulary)
-    add("unembedding", 2 * batch * rows * D, STREAM * rows * D)
-    return Estimate(work, *_collectives(config, plan, N, is_cut, link or Link()))
+    add(work["unembedding"], 1, 2 * batch * rows * D, STREAM * rows * D)
+    return Estimate(dict(work), _exchanges(config, plan, N, is_cut, link or Link(), one_shot), busiest)
 
 
-def _collectives(config: InklingConfig, plan: Plan, N: int, is_cut: bool, link: Link) -> list[int | float]:
-    """Calls, bytes and seconds of a pass over N tokens in each dp group, up to the hidden states."""
-    text, tp, dp = config.text, plan.tp, plan.dp
+@dataclass(frozen=True)
+class _Ranks:
+    """`size` ranks whose numbers are `stride` apart, with the links between them."""
+
+    size: int
+    stride: int
+    link: Link
+    one_shot: bool
+
+    @property
+    def n_near(self) -> int:
+        """Those of one host."""
+        return min(self.size, max(HOST // self.stride, 1))
+
+    def direct(self, each: float) -> Exchange:
+        """Every rank sends so many bytes to every other, at once over all links."""
+        seconds = self.link.seconds(1, (self.n_near - 1) * each)
+        if self.size > self.n_near:
+            seconds = max(seconds, NETWORK.seconds(1, (self.size - self.n_near) * each))
+        return Exchange(1, (self.size - 1) * each, seconds)
+
+    def half(self, whole: float) -> Exchange:
+        """A reduce_scatter or a gather of so many bytes."""
+        near, hosts = self.n_near, -(-self.size // self.n_near)
+        seconds = self.link.seconds(1, (near - 1) / near * whole) if near > 1 else 0.0
+        if hosts > 1:
+            seconds += NETWORK.seconds(1, (hosts - 1) / self.size * whole)
+        return Exchange(1, (self.size - 1) / self.size * whole, seconds)
+
+    def sum(self, whole: float) -> Exchange:
+        """Of so many bytes on every rank: one shot or two."""
+        one, half = self.direct(whole), self.half(whole)
+        if self.one_shot and one.seconds < 2 * half.seconds:
+            return one
+        return Exchange(2, 2 * half.sent, 2 * half.seconds)
+
+
+def all_reduce(ranks: int, size: float, link: Link | None = None) -> Exchange:
+    """A sum of `size` bytes over so many ranks of one host: in one shot or two."""
+    return _Ranks(ranks, 1, link or Link(), True).sum(size)
+
+
+def _exchanges(
+    config: InklingConfig, plan: Plan, N: int, is_cut: bool, link: Link, one_shot: bool
+) -> dict[str, Exchange]:
+    """Of a pass over N tokens in each dp group, up to the hidden states."""
+    text, sends = config.text, plan.exchange == "all_to_all"
     D, k, L = text.hidden_size, text.num_experts_per_tok, text.num_hidden_layers
-    S, routes = N * D * STREAM, N * 2 * k * ROUTE
-    total: list[int | float] = [0, 0, 0.0]
+    stream, routes = N * D * STREAM, N * 2 * k * ROUTE  # bytes
+    tp, dp, world = (_Ranks(*size, link, one_shot) for size in ((plan.tp, 1), (plan.dp, plan.tp), (plan.world, 1)))
+    exchanges: dict[str, Exchange] = defaultdict(Exchange)
 
-    def add(calls: int, sent: int | float, size: int, crossing: int | float) -> None:
-        """Each of `calls` sends that much; a share `crossing` of it goes to other hosts."""
-        if size > 1:
-            through = max((1 - crossing) * link.seconds(0, sent), crossing * NETWORK.seconds(0, sent))
-            alpha = NETWORK.alpha if crossing else link.alpha
-            for i, amount in enumerate((calls, calls * sent, calls * (alpha + through))):
-                total[i] += amount
+    def add(name: str, times: int, ranks: _Ranks, made: Exchange) -> None:
+        if ranks.size > 1:
+            total = exchanges[name]
+            total.calls += times * made.calls
+            total.sent += times * made.sent
+            total.seconds += times * made.seconds
 
-    of_tp = max(tp - HOST, 0) / max(tp - 1, 1)
-    of_dp = float(plan.world > HOST and tp >= HOST)
-    of_world = max(plan.world - HOST, 0) / max(plan.world - 1, 1)
-    part = (tp - 1) / tp
-    full = sum(not text.is_sliding(i) for i in range(L))
-    sends = plan.exchange == "all_to_all"
-    add(1, 2 * part * S, tp, of_tp)  # embedding
-    add(L, part * S, tp, of_tp)  # attention: reduce_scatter
+    add("embedding", 1, tp, tp.sum(stream))
     if is_cut:
-        add(L - full, part * S, tp, of_tp)  # attention: gather
-        add(full, 3 * part * S, tp, of_tp)
-        add(2 * L, part * S / tp, tp, of_tp)  # after either convolution: swap
+        full = sum(not text.is_sliding(i) for i in range(L))
+        add("tokens to attention", L - full, tp, tp.half(stream))
+        add("tokens to attention", full, tp, tp.half(3 * stream))
+        add("partial sums", L if sends else 2 * L, tp, tp.half(stream))
         if sends:
-            add(L, part * S / tp, tp, of_tp)
+            add("channels to tokens", L, tp, tp.direct(stream / plan.tp**2))
         else:
-            add(L, part * (S + routes), tp, of_tp)  # experts: gather
-            add(L, part * S, tp, of_tp)  # and reduce_scatter
-        add(1, part * S, tp, of_tp)  # hidden states
+            add("tokens to experts", L, tp, tp.half(stream + routes))
+        add("channels to tokens", 2 * L, tp, tp.direct(stream / plan.tp**2))
+        add("hidden states", 1, tp, tp.half(stream))
     else:
-        add(L, part * S, tp, of_tp)  # attention: gather
-        add(2 * L, part * S, tp, of_tp)  # experts: reduce_scatter and gather
+        add("partial sums", 2 * L, tp, tp.sum(stream))
     if sends:
-        n = plan.world
-        hit = 1 - comb(text.n_routed_experts * (plan.n_ep - 1) // plan.n_ep, k) / comb(text.n_routed_experts, k)
-        rows = N / tp * hit * (n - 1)  # of a token to each other rank that owns one of its experts
-        add(L, 8 * (n - 1), n, of_world)  # counts
-        add(L, rows * (D * STREAM + 2 * k * ROUTE), n, of_world)
-        add(L, rows * D * STREAM, n, of_world)
+        each = N / plan.tp * reached(config, plan) / (plan.world - 1) if plan.world > 1 else 0  # tokens to another rank
+        add("tokens to experts", L, world, world.direct(8))  # how many
+        add("tokens to experts", L, world, world.direct(each * (D * STREAM + 2 * k * ROUTE)))
+        add("experts to tokens", L, world, world.direct(each * D * STREAM))
     else:
-        add(L, (dp - 1) * (S + routes), dp, of_dp)
-        add(L, (dp - 1) * S, dp, of_dp)
-    return total
+        add("tokens to experts", L, dp, dp.half(plan.dp * (stream + routes)))
+        add("experts to tokens", L, dp, dp.half(plan.dp * stream))
+    return dict(exchanges)
+
+
+def together(passes: Iterable[Estimate]) -> Estimate:
+    """One after another."""
+    work, exchanges, busiest = defaultdict(Work), defaultdict(Exchange), Work()
+    for one in passes:
+        pairs = [(busiest, one.busiest)]
+        pairs += [(work[name], part) for name, part in one.work.items()]
+        pairs += [(exchanges[name], part) for name, part in one.exchanges.items()]
+        for total, part in pairs:
+            for name, value in vars(part).items():
+                setattr(total, name, getattr(total, name) + value)
+    return Estimate(dict(work), dict(exchanges), busiest)
+
+
+def prefill(config: InklingConfig, plan: Plan, context: int, **options: Any) -> Estimate:
+    """Of a prompt, in passes of `CHUNK` tokens; options of `estimate`."""
+    borders = [*range(0, context, CHUNK), context]
+    return together(estimate(config, plan, end - start, end, **options) for start, end in pairwise(borders))
+
+
+# ---------------------------------------------------------------- the table
 
 
 PLANS = {
     "TP4/EP4": Plan(4),
-    "TP4/EP4, sequence": Plan(4, sequence=True),
     "TP8/EP8": Plan(8),
-    "TP8/EP8, sequence": Plan(8, sequence=True),
     "TP8, MoE-TP": Plan(8, ep=1),
+    "TP16/EP16, 2 hosts": Plan(16),
+    "TP8 x DP2, EP16, all-to-all, 2 hosts": Plan(8, 2, exchange="all_to_all"),
     "DP8/EP8, all-to-all": Plan(1, 8, exchange="all_to_all"),
-    "2 hosts: TP16/EP16": Plan(16),
-    "2 hosts: TP8 x DP2, EP16, all-to-all": Plan(8, 2, exchange="all_to_all"),
 }
 CONTEXTS = (1024, 32768, 102400, 1048576)
 GPU_BYTES = 132 * 2**30  # that an H200 has free for weights and caches
 
 
 def scaling(config: InklingConfig | None = None) -> list[dict[str, Any]]:
-    """A row for every plan, in bytes and seconds: memory, decoding at every context, a prefill of 8,192 tokens."""
+    """A row for every plan and context: bytes, and the estimates of a decoding step and of the prompt's prefill.
+
+    cache: of one sequence; sequences: how many fit beside the weights. fast: the step with the lowest of `ALPHAS`;
+    by token: the prefill with sequence parallelism, where there are ranks to share a sequence.
+    """
     config = config or InklingConfig.small()
+    fast = Link(alpha=min(ALPHAS.values()))
     table: list[dict[str, Any]] = []
     for name, plan in PLANS.items():
-        weights = weight_bytes(config, plan).total()
-        share = Share(config, plan, 0)
-        # A rank's cache is the whole cache of a model with its sizes, but for the convolutions' D / tp channels.
-        longest = cost.cache_bytes(InklingConfig(share.local_text(), None), CONTEXTS[-1]).total()
-        row: dict[str, Any] = {"plan": name, "weights": weights, "cache at 1M": longest}
-        row["sequences of 1M"] = (GPU_BYTES - weights) // longest
+        weights, share = weight_bytes(config, plan).total(), Share(config, plan, 0)
         for context in CONTEXTS:
-            step = estimate(config, plan, 1, context)
-            row[f"decode {context}"] = step.compute_seconds
-            row["decode collectives"] = step.collective_seconds
-        prefill = estimate(config, plan, 8192, 8192)
-        row |= {
-            "prefill FLOP": sum(work.flops for work in prefill.work.values()),
-            "prefill bytes": sum(work.bytes for work in prefill.work.values()),
-            "prefill": prefill.compute_seconds,
-            "prefill calls": prefill.calls,
-            "prefill sent": prefill.sent,
-            "prefill collectives": prefill.collective_seconds,
-        }
-        table.append(row)
+            # A rank's cache is the whole cache of a model with its sizes.
+            cache = cost.cache_bytes(InklingConfig(share.local_text(), None), context).total()
+            row = {"plan": name, "context": context, "weights": weights, "cache": cache}
+            row |= {
+                "sequences": (GPU_BYTES - weights) // cache,
+                "decode": estimate(config, plan, 1, context),
+                "fast": estimate(config, plan, 1, context, link=fast),
+                "prefill": prefill(config, plan, context),
+                "by token": prefill(config, replace(plan, sequence=True), context) if plan.tp > 1 else None,
+            }
+            table.append(row)
     return table
 
 
-def sequence_gain(tp: int, config: InklingConfig | None = None) -> tuple[float, float]:
+def sequence_gain(tp: int, config: InklingConfig | None = None, **options: Any) -> tuple[float, float]:
     """What sequence parallelism takes off a prefill of 8,192 tokens: without collectives, and with all exposed."""
     config = config or InklingConfig.small()
-    plain, cut = (estimate(config, Plan(tp, sequence=s), 8192, 8192) for s in (False, True))
+    plain, cut = (estimate(config, Plan(tp, sequence=s), 8192, 8192, **options) for s in (False, True))
     return 1 - cut.compute_seconds / plain.compute_seconds, 1 - cut.seconds / plain.seconds
 
 
 def main() -> None:
     """Print the table."""
-    print("Small on H200s, on paper: one rank, mean routing, nothing overlapped, no launch overhead")
-    heads = ("GB", "GB at 1M", "fit", *(f"dec {c // 1024}K" for c in CONTEXTS), "coll", "pre 8K", "coll", "GB sent")
-    print(f"{'plan':37}" + "".join(f"{head:>9}" for head in heads))
-    for row in scaling():
-        times = [1e3 * row[f"decode {c}"] for c in CONTEXTS] + [1e3 * row["decode collectives"]]
-        prefill = [1e3 * row["prefill"], 1e3 * row["prefill collectives"], row["prefill sent"] / 1e9]
-        cells = [row["weights"] / 1e9, row["cache at 1M"] / 1e9, row["sequences of 1M"], *times, *prefill]
-        print(f"{row['plan']:37}" + "".join(f"{cell:9.2f}" for cell in cells))
-    for tp, published in ((4, 22), (8, 26)):
-        alone, exposed = sequence_gain(tp)
-        print(f"sequence parallel, TP{tp}: {alone:.0%} without collectives, {exposed:.0%} with; published {published}%")
 
 
 if __name__ == "__main__":

@@ -21,8 +21,12 @@ groups' tokens are gathered first, and the partial sums scattered to the groups 
 **Experts, all_to_all.** Every token has one rank that routes it. That rank sends it, once, to each rank that owns one
 of its experts (dispatch), and adds up the partial sums that come back (combine). Complete sums of some tokens, with
 zeros elsewhere, are a partial sum as well: the convolution adds the ranks up as before.
+
+In shapes, `carried` are the tokens of a row that this rank takes through the layers: T, or its chunk of them where they
+are cut. `channels` are D / tp, `rows` those of the vocabulary.
 """
 
+from collections import Counter
 from typing import NamedTuple
 
 import torch
@@ -45,12 +49,14 @@ class Pass:
     """What the modules of a rank must know of the pass that runs: its tokens, here and in other groups.
 
     T: tokens a row where they are cut among the tp ranks, else None. counts: tokens of every dp group.
+    passes, cut_passes: how many there were, by phase of the traffic, and in how many of them tokens were cut.
     """
 
     def __init__(self, share: Share, tp: Group, dp: Group) -> None:
         self.plan, self.tp, self.dp = share.plan, tp, dp
         self.T: int | None = None
         self.counts = [0]
+        self.passes, self.cut_passes = Counter(), Counter()
 
     def begin(self, tokens: int, device: torch.device) -> list[int]:
         """All groups start a pass, or wait in one: tokens of each, -1 for a group that has nothing left to do."""
@@ -59,19 +65,21 @@ class Pass:
             self.counts = self.dp.gather(torch.tensor(self.counts, device=device), 0).tolist()
         return self.counts
 
-    def enter(self, e: Float[Tensor, "B T D"]) -> Float[Tensor, "B t D"]:
+    def enter(self, e: Float[Tensor, "B T D"]) -> Float[Tensor, "B carried D"]:
         """The embeddings that this rank carries through the layers."""
         B, T, _ = e.shape
         self.begin(B * T, e.device)
         plan = self.plan
         self.T = T if plan.sequence and plan.tp > 1 and max(plan.sequence_from, plan.tp) <= T else None
+        self.passes[self.tp.traffic.phase] += 1
         if self.T is None:
             return e
-        c = self.chunk
-        e = F.pad(e, (0, 0, 0, c * plan.tp - T))
-        return e[:, c * self.tp.rank : c * (self.tp.rank + 1)]
+        self.cut_passes[self.tp.traffic.phase] += 1
+        chunk = self.chunk
+        e = F.pad(e, (0, 0, 0, chunk * plan.tp - T))
+        return e[:, chunk * self.tp.rank : chunk * (self.tp.rank + 1)]
 
-    def leave(self, hidden: Float[Tensor, "B t D"]) -> Float[Tensor, "B T D"]:
+    def leave(self, hidden: Float[Tensor, "B carried D"]) -> Float[Tensor, "B T D"]:
         whole = self.all_tokens(hidden)
         self.T = None
         return whole
@@ -86,20 +94,20 @@ class Pass:
         """Those of `chunk` that are none."""
         return min(max(self.T - self.chunk * self.tp.rank, 0), self.chunk)
 
-    def all_tokens(self, x: Shaped[Tensor, "B t C"]) -> Shaped[Tensor, "B T C"]:
+    def all_tokens(self, x: Shaped[Tensor, "B carried *shape"]) -> Shaped[Tensor, "B T *shape"]:
         return x if self.T is None else self.tp.gather(x, 1)[:, : self.T]
 
-    def to_tokens(self, x: Float[Tensor, "B T c"]) -> Float[Tensor, "B t D"]:
+    def to_tokens(self, x: Float[Tensor, "B T channels"]) -> Float[Tensor, "B carried D"]:
         """From this rank's channels of all tokens to all channels of this rank's tokens."""
-        n, (B, T, C) = self.tp.size, x.shape
-        x = F.pad(x, (0, 0, 0, n * self.chunk - T)).view(B, n, self.chunk, C).transpose(0, 1)
-        return self.tp.swap(x).permute(1, 2, 0, 3).reshape(B, self.chunk, n * C)
+        tp, chunk, (B, T, channels) = self.tp.size, self.chunk, x.shape
+        x = F.pad(x, (0, 0, 0, tp * chunk - T)).view(B, tp, chunk, channels).transpose(0, 1)
+        return self.tp.swap(x).permute(1, 2, 0, 3).reshape(B, chunk, tp * channels)
 
-    def to_channels(self, x: Float[Tensor, "B t D"]) -> Float[Tensor, "B T c"]:
+    def to_channels(self, x: Float[Tensor, "B carried D"]) -> Float[Tensor, "B T channels"]:
         """The inverse."""
-        n, (B, c, D) = self.tp.size, x.shape
-        x = x.view(B, c, n, D // n).permute(2, 0, 1, 3)
-        return self.tp.swap(x).transpose(0, 1).reshape(B, n * c, D // n)[:, : self.T]
+        tp, (B, chunk, D) = self.tp.size, x.shape
+        x = x.view(B, chunk, tp, D // tp).permute(2, 0, 1, 3)
+        return self.tp.swap(x).transpose(0, 1).reshape(B, tp * chunk, D // tp)[:, : self.T]
 
 
 class ShardedConv(ShortConv):
@@ -111,7 +119,7 @@ class ShardedConv(ShortConv):
         self.ops, self.weight = conv.ops, conv.weight
         self.current, self.takes_own_tokens = current, takes_own_tokens
 
-    def forward(self, x: Float[Tensor, "B t D"], step: Step, state: Tail | None) -> Float[Tensor, "B u D"]:
+    def forward(self, x: Float[Tensor, "B given D"], step: Step, state: Tail | None) -> Float[Tensor, "B carried D"]:
         current = self.current
         cut = current.T is not None
         x = current.to_channels(x) if cut and self.takes_own_tokens else current.tp.reduce_scatter(x, -1)
@@ -132,7 +140,7 @@ class _Message(NamedTuple):
         data = [part.contiguous().view(torch.uint8) for part in parts]
         return cls(torch.cat(data, dim=1), [d.shape[1] for d in data], [part.dtype for part in parts])
 
-    def unpack(self, data: UInt8[Tensor, "M bytes"]) -> tuple[Tensor, Tensor, Tensor]:
+    def unpack(self, data: UInt8[Tensor, "N bytes"]) -> tuple[Tensor, Tensor, Tensor]:
         parts = data.split(self.sizes, dim=1)
         h, weights, ids = (part.contiguous().view(dtype) for part, dtype in zip(parts, self.dtypes, strict=True))
         return h, weights, ids.long()
@@ -147,7 +155,7 @@ class ShardedMoE(nn.Module):
         self.current, self.world = current, world
         self.tokens = self.pairs = 0  # that came by; pairs of token and expert that this rank has computed
         self.first, self.stop = share.local_experts.start, share.local_experts.stop
-        self.sends, self.has_columns = share.plan.exchange == "all_to_all", share.plan.width > 1
+        self.sends, self.has_columns = share.plan.exchange == "all_to_all", share.plan.etp > 1
         table = owners(share.plan, share.config.text.n_routed_experts)
         is_owner = torch.zeros(len(table), share.plan.world, dtype=torch.bool)
         for expert, ranks in enumerate(table):
@@ -168,12 +176,12 @@ class ShardedMoE(nn.Module):
             out.index_add_(0, token, wide(y) * weights[token, choice, None])
         return rounded(out, h.dtype)
 
-    def forward(self, h: Float[Tensor, "B t D"]) -> Float[Tensor, "B u D"]:
+    def forward(self, h: Float[Tensor, "B carried D"]) -> Float[Tensor, "B returned D"]:
         if self.has_columns and self.experts.quantize is fake_nvfp4:
             raise InputError("quantize_activations: NVFP4 takes a scale from all columns, expected whole experts (ep)")
         return self._by_sending(h) if self.sends else self._by_summing(h)
 
-    def _by_summing(self, h: Float[Tensor, "B t D"]) -> Float[Tensor, "B T D"]:
+    def _by_summing(self, h: Float[Tensor, "B carried D"]) -> Float[Tensor, "B T D"]:
         current = self.current
         message = _Message.pack(h, *self.gate(h.flatten(0, 1)))
         whole = current.all_tokens(message.data.unflatten(0, h.shape[:2]))
@@ -189,7 +197,7 @@ class ShardedMoE(nn.Module):
             partial = dp.reduce_scatter(padded, 0)[: B * T]
         return partial.view(B, T, h.shape[-1])
 
-    def _by_sending(self, h: Float[Tensor, "B t D"]) -> Float[Tensor, "B t D"]:
+    def _by_sending(self, h: Float[Tensor, "B carried D"]) -> Float[Tensor, "B carried D"]:
         current = self.current
         flat = h.flatten(0, 1)
         if current.T is None:
@@ -244,8 +252,9 @@ class ShardedHead:
 
     - greedy: one candidate a rank;
     - top_k: the k first of each, which hold the k first of all;
-    - top_p: c of each, and their total mass. The nucleus is known once the tokens above every rank's c-th reach top_p;
-      until then c doubles. What is left of the mass is spread over the tokens that nobody named, all below the cut.
+    - top_p: a few of each, and their total mass. The nucleus is known once those above every rank's last reach top_p;
+      until then their number doubles. What is left of the mass is spread over the tokens that nobody named, all below
+      the cut.
     - all of the distribution (temperature alone): each rank adds noise to its logits and names the largest, which is
       a draw from the whole (Gumbel). It then stands alone.
     """
@@ -263,7 +272,7 @@ class ShardedHead:
     def __call__(self, hidden: Float[Tensor, "B T D"]) -> Float[Tensor, "B T V"]:
         return self.exchange(self.local(hidden))
 
-    def exchange(self, local: Float[Tensor, "*shape c"]) -> Float[Tensor, "*shape V"]:
+    def exchange(self, local: Float[Tensor, "*shape rows"]) -> Float[Tensor, "*shape V"]:
         """From every rank's logits to those of the vocabulary, or to what `sampling` needs of them."""
         if self.sampling is None or self.tp.size == 1:
             return self.whole(local)
@@ -276,14 +285,14 @@ class ShardedHead:
             return self._nucleus(local, temperature, top_p)
         return self.whole(local) if self.noise is None else self._draw(local, temperature)
 
-    def local(self, hidden: Float[Tensor, "*shape D"], capped: bool = True) -> Float[Tensor, "*shape c"]:
+    def local(self, hidden: Float[Tensor, "*shape D"], capped: bool = True) -> Float[Tensor, "*shape rows"]:
         """Logits of this rank's rows, -inf where others have one row more."""
-        n = self.counts[self.tp.rank]
-        logits = wide(F.linear(hidden, self.llm.unembed.weight[:n]))
+        used = self.counts[self.tp.rank]
+        logits = wide(F.linear(hidden, self.llm.unembed.weight[:used]))
         logits = softcap(logits, self.cap) if capped else logits
-        return F.pad(logits, (0, max(self.counts) - n), value=-torch.inf)
+        return F.pad(logits, (0, max(self.counts) - used), value=-torch.inf)
 
-    def whole(self, local: Float[Tensor, "*shape c"]) -> Float[Tensor, "*shape V"]:
+    def whole(self, local: Float[Tensor, "*shape rows"]) -> Float[Tensor, "*shape V"]:
         parts = self.tp.gather(local, -1).unflatten(-1, (self.tp.size, -1))
         return torch.cat([parts[..., i, :n] for i, n in enumerate(self.counts)], dim=-1)
 

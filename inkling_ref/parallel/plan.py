@@ -4,17 +4,17 @@ The ranks of a world are seen as two grids at once:
 
     attention   dp x tp       rank = dp_index * tp + tp_index       dp groups have their own rows of the batch;
                                                                     the tp ranks of a group share heads and channels
-    experts     ep x width    rank = ep_index * width + width_index ep ranks share the experts;
-                                                                    width ranks share the columns of each
+    experts     ep x etp      rank = ep_index * etp + etp_index     ep parts of the experts;
+                                                                    etp ranks share the columns of each
 
-The release has dp = width = 1: tensor and expert parallelism over the same ranks. Data-parallel attention is dp > 1,
+The release has dp = etp = 1: tensor and expert parallelism over the same ranks. Data-parallel attention is dp > 1,
 and sharding the expert width (for latency: every rank then reads an equal part, whatever the router says) is
 ep < tp dp.
 
 What is cut, on a rank with H / tp query heads: projections, scales, sinks, gates and relative states by whole heads;
 the key/value side by whole key/value heads, which are replicated where tp exceeds them; the two output convolutions by
 channels; embedding and unembedding by rows of the vocabulary. Experts go to ranks in runs, the first E mod ep ranks
-having one more. Norms, residual queries, the profiles P, the router and the image encoder are on every rank.
+having one more. Norms, residual queries, the relative profiles, the router and the image encoder are on every rank.
 
 Per-rank sizes are named n_local_*.
 """
@@ -68,8 +68,8 @@ class Plan:
         return self.world if self.ep is None else self.ep
 
     @property
-    def width(self) -> int:
-        """Ranks that share the columns of one expert."""
+    def etp(self) -> int:
+        """Ranks that share the I columns of one expert."""
         return self.world // self.n_ep
 
     def check(self, config: InklingConfig, formats: list[str] | None = None) -> None:
@@ -96,8 +96,8 @@ class Plan:
         I = text.moe_intermediate_size
         for quantisation in [None, *dict.fromkeys(formats or ())]:
             block = BLOCK.get(quantisation, 1)
-            if I % (self.width * block):
-                what = f"{self.width} ranks share an expert's {I} columns (moe_intermediate_size)"
+            if I % (self.etp * block):
+                what = f"{self.etp} ranks share an expert's {I} columns (moe_intermediate_size)"
                 size = f"blocks of {block} ({quantisation})" if block > 1 else "parts"
                 raise InputError(f"{what}, expected equal {size} for each")
 
@@ -113,7 +113,7 @@ def owners(plan: Plan, E: int) -> list[list[int]]:
     """For every expert the ranks that hold it, or a part of its width."""
     table: list[list[int]] = []
     for part, experts in enumerate(split(E, plan.n_ep)):
-        table += [list(range(part * plan.width, (part + 1) * plan.width))] * len(experts)
+        table += [list(range(part * plan.etp, (part + 1) * plan.etp))] * len(experts)
     return table
 
 
@@ -145,7 +145,7 @@ class Share:
 
     @property
     def local_experts(self) -> range:
-        return split(self.config.text.n_routed_experts, self.plan.n_ep)[self.rank // self.plan.width]
+        return split(self.config.text.n_routed_experts, self.plan.n_ep)[self.rank // self.plan.etp]
 
     @property
     def local_vocabulary(self) -> range:
@@ -168,14 +168,14 @@ class Share:
         table["llm.embed.weight"] = table["llm.unembed.weight"] = rows
         channels = (_part(text.hidden_size, self.plan.tp, self.tp_index),)
         experts = _slice(self.local_experts)
-        columns = _part(text.moe_intermediate_size, self.plan.width, self.rank % self.plan.width)
+        columns = _part(text.moe_intermediate_size, self.plan.etp, self.rank % self.plan.etp)
         for layer in range(text.num_hidden_layers):
             a, K = text.attention(layer), text.conv_kernel_size
             H, G, d = self.n_local_heads(layer), self.n_local_kv_heads(layer), a.head_dim
-            h, g = H * self.tp_index, a.num_key_value_heads * self.tp_index // self.plan.tp
+            first, first_kv = H * self.tp_index, a.num_key_value_heads * self.tp_index // self.plan.tp
             # Rows of so many for each head.
-            one, states, relative = (slice(h * size, (h + H) * size) for size in (1, d, text.d_rel))
-            kv_states, kv_taps = (slice(g * size, (g + G) * size) for size in (d, K))
+            one, states, relative = (slice(first * size, (first + H) * size) for size in (1, d, text.d_rel))
+            kv_states, kv_taps = (slice(first_kv * size, (first_kv + G) * size) for size in (d, K))
             of_layer = {
                 "attn.wq_du.weight": (states,),
                 "attn.gate_attn.weight": (states,),

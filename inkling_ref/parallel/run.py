@@ -137,7 +137,7 @@ def main(
         report = {
             "note": note,
             "model": str(checkpoint or f"synthetic {preset}, experts {experts}, skew {skew}"),
-            "plan": {**asdict(plan), "ep": plan.n_ep, "world": plan.world, "ranks that share an expert": plan.width},
+            "plan": {**asdict(plan), "ep": plan.n_ep, "etp": plan.etp, "world": plan.world},
             "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
             "torch": torch.__version__,
             "dtype": str(dtype).removeprefix("torch."),
