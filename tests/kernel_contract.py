@@ -33,6 +33,8 @@ def poisoned_outputs(monkeypatch):
 
         return made
 
+    with torch.device("meta"):  # PyTorch lists its constructors once, at the first use: those, not the poisoned ones
+        torch.empty(0)
     for name in ("empty", "empty_like"):
         monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
 
