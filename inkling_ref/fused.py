@@ -15,8 +15,34 @@ from .attention import attend, l2_clip, log_scale, scaled_l2_clip
 from .dspark import MarkovHead
 from .errors import InputError
 from .moe import softcap
-from .residual import DepthState, mix_and_norm, rms, rounded, wide
+from .residual import DepthState, mix_and_norm, rms, rms_norm, rounded, wide
 from .short_conv import dynamic_short_conv, short_conv
+
+
+def project(inputs: list[Float[Tensor, "B T D"]], weights: list[Float[Tensor, "_ D"]]) -> list[Float[Tensor, "B T _"]]:
+    """W x of every pair of an input and a weight; projections that read the same input are rows of one weight."""
+    return [F.linear(x, w) for x, w in zip(inputs, weights, strict=True)]
+
+
+def embed_and_norm(
+    ids: Int[Tensor, "B T"],
+    table: Float[Tensor, "V D"],
+    norm_weight: Float[Tensor, " D"],
+    partial: Float[Tensor, "B T D"],
+    norm_weights: list[Float[Tensor, " D"]],
+    eps: float,
+) -> list[Float[Tensor, "B T D"]]:
+    """A step's beginning: the normed embedding (`TextModel.embed_tokens`) is the first running sum, and the norms in
+    front of the first layer's attention read it.
+
+    Args:
+        partial: the running sum, in `wide` precision; written.
+        norm_weights, eps: as in `mix_and_norm`.
+    """
+    e = F.embedding(ids, table)
+    e = rounded(rms_norm(e, norm_weight, eps), e.dtype)
+    partial.copy_(e)
+    return mix_and_norm(e[:, :, None], None, norm_weights, eps, e.dtype)
 
 
 def with_state(
@@ -134,15 +160,18 @@ def prepare_qkv(
             table must not name pages of another row.)
         table: for each row its pages, in order.
         state, rejected: inputs of the convolutions before this call, keys then values: see `with_state`.
-        positions, log_scaling: absolute positions, (floor, alpha) of `log_scale`: full layers only.
+        positions, log_scaling: absolute positions, None = the slots; (floor, alpha) of `log_scale`: full layers only.
         k_dynamic, v_dynamic: dynamic taps W_dyn x: full layers only.
         document_position: as in `short_conv`.
     """
     (B, T, _), G, d = q.shape, keys.shape[1], q_scale.shape[1]
     q = scaled_l2_clip(q.unflatten(-1, q_scale.shape), q_scale, qk_threshold)
     r = scaled_l2_clip(r.unflatten(-1, r_scale.shape), r_scale, r_threshold)
+    slots = torch.arange(T, device=q.device).expand(B, T)
+    if lengths is not None:
+        slots = slots + lengths[:, None]
     if log_scaling is not None:
-        q, r = (log_scale(u, positions, *log_scaling) for u in (q, r))
+        q, r = (log_scale(u, slots if positions is None else positions, *log_scaling) for u in (q, r))
     K = k_taps.shape[-1] if k_dynamic is None else len(k_taps)
     kv = with_state(torch.cat([k, v], dim=-1), K - 1, state, rejected)
     if k_dynamic is None:
@@ -151,9 +180,7 @@ def prepare_qkv(
         dynamic, static = torch.cat([k_dynamic, v_dynamic], dim=2), torch.cat([k_taps, v_taps], dim=1)
         kv = dynamic_short_conv(kv, dynamic, static, document_position)
     k, v = kv.unflatten(-1, (2 * G, d)).chunk(2, dim=2)  # [B, T, G, d]
-    slots = torch.arange(T, device=q.device).expand(B, T)
     if lengths is not None:
-        slots = slots + lengths[:, None]
         used, slots = (slots >= 0)[..., None, None], slots.clamp(min=0)
     if table is None:
         rows = torch.arange(B, device=q.device)[:, None]

@@ -16,7 +16,9 @@ pytestmark = needs_device
 PAGE, PAGES = 8, 5  # a row's pages hold more slots than any case fills
 
 
-def case(B, T, H, G, d, R, K=4, N=3, dynamic=False, shared=False, documents=False, pages=False, rejected=False):
+def case(
+    B, T, H, G, d, R, K=4, N=3, dynamic=False, given=True, shared=False, documents=False, pages=False, rejected=False
+):
     """Floating inputs of one call, and its other arguments. A full layer has dynamic taps and log scaling."""
     width = G * d
     tensors = {
@@ -30,7 +32,8 @@ def case(B, T, H, G, d, R, K=4, N=3, dynamic=False, shared=False, documents=Fals
     integers = {}
     if dynamic:
         tensors |= {"k_dynamic": torch.randn(B, T, G, K), "v_dynamic": torch.randn(B, T, G, K)}
-        integers["positions"] = torch.randint(0, 90, (1 if shared else B, T))
+        if given:
+            integers["positions"] = torch.randint(0, 90, (1 if shared else B, T))
     if documents:
         integers["document_position"] = torch.arange(T).remainder(5).expand(B, T)
     if rejected:
@@ -43,7 +46,7 @@ def case(B, T, H, G, d, R, K=4, N=3, dynamic=False, shared=False, documents=Fals
     # Thresholds in the middle of the norms: some vectors are clipped, some are not.
     settings = {"qk_threshold": 1.6 * math.sqrt(d), "r_threshold": math.sqrt(R), "eps": 1e-5}
     if dynamic:
-        settings["log_scaling"] = (17.0, 0.3)
+        settings["log_scaling"] = (17.0, 0.3) if given else (2.0, 0.3)
     return tensors, {name: t.to(DEVICE) for name, t in integers.items()} | settings, cache
 
 
@@ -73,6 +76,9 @@ CASES = {
     "sliding, one token": {"B": 3, "T": 1, "H": 6, "G": 3, "d": 10, "R": 7},
     "full, drafted tokens": {
         "B": 2, "T": 5, "H": 4, "G": 2, "d": 16, "R": 3, "N": 8, "dynamic": True, "rejected": True, "pages": True,
+    },
+    "full, slots are positions": {
+        "B": 3, "T": 3, "H": 4, "G": 2, "d": 12, "R": 3, "N": 5, "dynamic": True, "given": False, "pages": True,
     },
     "sliding, rejected": {"B": 4, "T": 2, "H": 6, "G": 2, "d": 9, "R": 5, "K": 3, "N": 5, "rejected": True},
     "full, longer than a run": {"B": 1, "T": 37, "H": 6, "G": 2, "d": 16, "R": 4, "dynamic": True},

@@ -149,7 +149,7 @@ def _pairs_added(x):
 
 @triton.jit
 @no_type_check
-def _ways_added(x, WAYS: tl.constexpr):
+def ways_added(x, WAYS: tl.constexpr):
     """Sum over the first axis, that of the warps. (`tl.sum` there conflicts in every bank: 10 us.)"""
     x = tl.permute(x, (1, 2, 0))
     if WAYS > 4:
@@ -299,7 +299,7 @@ def _decode(
         if WAYS > 1:
             high = tl.max(top, 0)
             weight = tl.exp2(top - high[None, :])
-            top, total, acc = high, tl.sum(total * weight, 0), _ways_added(acc * weight[:, :, None], WAYS)
+            top, total, acc = high, tl.sum(total * weight, 0), ways_added(acc * weight[:, :, None], WAYS)
         some = total > 0  # a row that saw no key has the sum 0 and a weight of nothing
         total = tl.where(some, total, 1.0)
         part_rows = part_ptr + (pid * (T * Q) + rows) * d
@@ -478,8 +478,9 @@ def attend_cache(
     Slots below `lengths[b]`, `lengths`, `table` and `profiles` are read before the kernels in front have ended; all
     else, this call's slots among it, after. It is not the last kernel alone that may still be running: `prepare_qkv`
     and the short convolutions let the next kernel start before they wait for the one in front of them. So between what
-    wrote those four and this call there must be a kernel that was launched without programmatic dependence, which
-    starts only when all before it has ended. Any PyTorch operation is one; in `DecodeStep` the projections are.
+    wrote those four and this call there must be a kernel that lets the next one start only when all before itself have
+    ended: one that was launched without programmatic dependence, as any PyTorch operation is, or one that waits first,
+    as `project` does in `DecodeStep`.
 
     Args:
         lengths, table: int32. Pages have 64 slots or a multiple.

@@ -54,7 +54,7 @@ class Tile(NamedTuple):
 @triton.jit
 @no_type_check
 def _clipped(
-    x_ptr, scale_ptr, position_ptr, out_ptr, part, start, T, x_t, threshold, per_floor, alpha,
+    x_ptr, scale_ptr, position_ptr, out_ptr, part, start, T, slot0, x_t, threshold, per_floor, alpha,
     H: tl.constexpr, d: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
     LOG: tl.constexpr,
 ):  # fmt: skip
@@ -69,7 +69,11 @@ def _clipped(
     rows = load_rows(x_ptr + c, x_t, start, 0, T, inside, 0, TOKENS)
     positions = ()
     if LOG:
-        positions = load_positions(position_ptr, start, T, TOKENS)
+        if position_ptr is not None:
+            positions = load_positions(position_ptr, start, T, TOKENS)
+        else:
+            for i in tl.static_range(TOKENS):
+                positions = positions + (slot0 + start + i,)
     scale = tl.load(scale_ptr + c, mask=inside, other=0.0).to(tl.float32)
     out_ptr += start.to(tl.int64) * (H * d) + c
     for i in tl.static_range(TOKENS):
@@ -158,22 +162,26 @@ def _prepare(
     ROLES: tl.constexpr = Q_PARTS + R_PARTS + 2 * PARTS
     part, start = tl.program_id(0) % ROLES, tl.program_id(0) // ROLES * TOKENS
     b = tl.program_id(1).to(tl.int64)
+    slot0 = 0
+    if LENGTHS:
+        slot0 = tl.load(length_ptr + b)
+    positions = position_ptr
+    if position_ptr is not None:
+        positions += b * position_b
     if part >= 2 * PARTS + R_PARTS:
         _clipped(
-            q_ptr + b * q_b, q_scale_ptr, position_ptr + b * position_b, q_out_ptr + b * T * (H * d),
-            part - 2 * PARTS - R_PARTS, start, T, q_t, qk_threshold, per_floor, alpha,
+            q_ptr + b * q_b, q_scale_ptr, positions, q_out_ptr + b * T * (H * d),
+            part - 2 * PARTS - R_PARTS, start, T, slot0, q_t, qk_threshold, per_floor, alpha,
             H, d, TOKENS, Q_HEADS, WIDTH, LOG,
         )  # fmt: skip
     elif part >= 2 * PARTS:
         _clipped(
-            r_ptr + b * r_b, r_scale_ptr, position_ptr + b * position_b, r_out_ptr + b * T * (H * R),
-            part - 2 * PARTS, start, T, r_t, r_threshold, per_floor, alpha,
+            r_ptr + b * r_b, r_scale_ptr, positions, r_out_ptr + b * T * (H * R),
+            part - 2 * PARTS, start, T, slot0, r_t, r_threshold, per_floor, alpha,
             H, R, TOKENS, R_HEADS, R_WIDTH, LOG,
         )  # fmt: skip
     else:
-        slot0, rejected = 0, 0
-        if LENGTHS:
-            slot0 = tl.load(length_ptr + b)
+        rejected = 0
         if REJECTED:
             rejected = tl.load(rejected_ptr + b).to(tl.int32)
         key_base, value_base = key_ptr, value_ptr
@@ -268,13 +276,13 @@ def prepare_qkv(
     _prepare[(parts * triton.cdiv(T, tile.tokens), B)](
         q, r, k, v, q_scale, r_scale, k_taps, v_taps, k_dynamic, v_dynamic,
         keys, values, lengths, table if page else q, state if N else q, rejected,
-        positions if log_scaling else q, document_position if document_position is not None else q,
+        positions if log_scaling else None, document_position if document_position is not None else q,
         q_out, r_out, T,
         *q.stride()[:2], *r.stride()[:2], *k.stride()[:2], *v.stride()[:2], G * d,
         *(k_dynamic.stride()[:2] + v_dynamic.stride()[:2] if dynamic else (0, 0, 0, 0)),
         *keys.stride()[:3], *values.stride()[:3], table.stride(0) if page else 0,
         *(state.stride()[:2] if N else (0, 0)),
-        0 if not log_scaling or len(positions) == 1 else positions.stride(0),
+        0 if not log_scaling or positions is None or len(positions) == 1 else positions.stride(0),
         0 if document_position is None else document_position.stride(0),
         qk_threshold, r_threshold, eps, 1 / floor, alpha / LOG2E, 1 / math.sqrt(2 * K + 1 if dynamic else K + 1),
         H=H, G=G, d=d, R=R, K=K, N=N, TOKENS=tile.tokens, HEADS=tile.heads, Q_HEADS=tile.q_heads,

@@ -1,0 +1,127 @@
+r"""Projections of a decoding step: a few rows against a wide weight, at the rate of memory.
+
+$$ y_{m,n} = \sum_k x_{m,k} W_{n,k} $$
+
+    y = einsum("mk,nk->mn", x, W)
+
+One token multiplies each number of W once, so all that counts is that memory is never idle:
+
+- **Enough programs, equal ones.** A program holds 32 rows of W and all of x. Its four warps share the columns, every
+  fourth block of 64 each, as a product in three dimensions [warps, rows, columns]; their sums are added at the end, in
+  a fixed order. So no sum is spread over programs, and the same rows give the same bits every time.
+- **One wave.** The programs divide the shared memory of their processor among them and fill it with weights on their
+  way: about 190 KB, where 30 KB would do to cover the latency of memory (Little's law).
+- **Before the kernel in front has ended** (programmatic dependent launch). Weights depend on nothing. So the first of
+  them are on their way when the program waits for its rows, which it does within the loop, after the pipeline's first
+  loads: while one token's attention or mixture takes its few microseconds, 25 MB arrive. Rows of x are read in
+  branches, a step ahead, because what the pipeliner sees it would read before the wait.
+
+Several inputs (queries, keys and values of a full layer) are one launch too: W holds the rows for each in turn.
+"""
+
+from typing import no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .. import fused
+from ..errors import InputError
+from . import INTERPRETED, adjacent, dependent, processors, require
+from .decode import ways_added
+
+FEW: int = 16  # rows of x up to which the weight's bytes decide; of more, a processor would read x too often
+_ROWS, _STEP = 32, 64  # a program's rows of a weight; columns of a warp's step
+
+
+@triton.jit(do_not_specialize=["M"])
+@no_type_check
+def _project(
+    x_ptrs, w_ptrs, x_strides, out_ptr, M, out_m,
+    K: tl.constexpr, COUNTS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, WAYS: tl.constexpr,
+    STEP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A tile of rows of one weight; weight i has COUNTS[i] rows, and its outputs follow those of the one before."""
+    tile = tl.program_id(0)
+    x_ptr, w_ptr, x_m, row, count = x_ptrs[0], w_ptrs[0], x_strides[0], tile * ROWS, COUNTS[0]
+    next_tile, next_column = (COUNTS[0] + ROWS - 1) // ROWS, COUNTS[0]
+    for i in tl.static_range(1, len(COUNTS)):
+        if tile >= next_tile:
+            x_ptr, w_ptr, x_m, row, count = x_ptrs[i], w_ptrs[i], x_strides[i], (tile - next_tile) * ROWS, COUNTS[i]
+            out_ptr += next_column
+            next_column = COUNTS[i]
+        next_tile += (COUNTS[i] + ROWS - 1) // ROWS
+    SPAN: tl.constexpr = WAYS * STEP
+    rows, tokens = row + tl.arange(0, ROWS), tl.arange(0, TOKENS)
+    k = (tl.arange(0, WAYS)[:, None] * STEP + tl.arange(0, STEP)[None, :])[:, None, :]
+    w_at = w_ptr + tl.minimum(rows, count - 1).to(tl.int64)[None, :, None] * K + k
+    x_at = x_ptr + tokens[None, :, None] * x_m + k
+    live = tokens[None, :, None] < M
+    x = tl.zeros(x_at.shape, w_ptr.dtype.element_ty)
+    acc = tl.zeros([WAYS, ROWS, TOKENS], tl.float32)
+    for start in tl.range(0, K, SPAN, num_stages=STAGES):
+        if K % SPAN == 0:
+            w = tl.load(w_at + start)
+        else:
+            w = tl.load(w_at + start, mask=k < K - start, other=0.0)
+        if start == 0:
+            if PDL:
+                gdc_wait()
+                gdc_launch_dependents()
+            x = tl.load(x_at, mask=live & (k < K), other=0.0)
+        ahead = x
+        if start + SPAN < K:
+            ahead = tl.load(x_at + start + SPAN, mask=live & (k < K - SPAN - start), other=0.0)
+        acc = tl.dot(w, tl.permute(x, (0, 2, 1)), acc)
+        x = ahead
+    y = ways_added(acc, WAYS).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + tokens[None, :] * out_m + rows[:, None], y, mask=(rows[:, None] < count) & (tokens[None, :] < M))
+
+
+def choose_tile(M: int, tiles: int, device: torch.device) -> tuple[int, int, int]:
+    """Rows of x, warps, and the pipeline's stages, with which one wave of programs fills the shared memory.
+
+    Warps share the columns: alone on its processor, a program must take larger steps to hide what each costs.
+    """
+    tokens = 8 if M <= 8 else 16
+    if INTERPRETED:
+        return tokens, 4, 1
+    programs = triton.cdiv(tiles, processors(device))
+    ways = 8 if programs <= 2 else 4
+    room = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor // programs
+    room -= 1024 + 2 * ways * tokens * _STEP  # what a program reserves, and x on its way between layouts
+    return tokens, ways, 1 + max(2, min(room // (2 * ways * _ROWS * _STEP), 8))
+
+
+def project(inputs: list[Float[Tensor, "B T D"]], weights: list[Float[Tensor, "_ D"]]) -> list[Float[Tensor, "B T _"]]:
+    """Twin of `fused.project`, one launch; float32 sums, one rounding. More than FEW rows, or float32, are PyTorch's.
+
+    In a graph weights are read before the kernels in front have ended: none of them may write a weight. The kernel
+    behind this one may start when all that are in front of it have ended, not earlier.
+
+    Raises:
+        InputError: see `require`; for tensors of several dtypes.
+    """
+    require("project", *inputs, *weights)
+    (B, T, K), dtype, device = inputs[0].shape, inputs[0].dtype, inputs[0].device
+    if any(t.dtype != dtype for t in (*inputs, *weights)):
+        raise InputError(f"triton project: inputs of {dtype} and others, expected one dtype")
+    if B * T > FEW or dtype == torch.float32:
+        return fused.project(inputs, weights)
+    xs = adjacent(*(x.flatten(0, 1) for x in inputs))
+    counts = [len(w) for w in weights]
+    out = torch.empty(B, T, sum(counts), dtype=dtype, device=device)
+    tiles = sum(triton.cdiv(n, _ROWS) for n in counts)
+    tokens, ways, stages = choose_tile(B * T, tiles, device)
+    pdl = dependent(device)
+    _project[(tiles,)](
+        xs, tuple(w.contiguous() for w in weights), tuple(x.stride(0) for x in xs), out, B * T, sum(counts),
+        K=K, COUNTS=tuple(counts), ROWS=_ROWS, TOKENS=tokens, WAYS=ways, STEP=_STEP, STAGES=stages, PDL=pdl,
+        num_warps=ways,
+        # Only where no kernel just before this one writes the weight, which is read before the wait: in a graph.
+        launch_pdl=pdl and torch.cuda.is_current_stream_capturing(),
+    )  # fmt: skip
+    return list(out.split(counts, dim=-1))
