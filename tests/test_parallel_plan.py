@@ -1,7 +1,5 @@
 """The table of shards, without any process: every element has its owners, and what cannot be cut is refused."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from helpers import logits, random_ids, random_model, relative_rms, unchecked
@@ -9,14 +7,10 @@ from parallel_worker import text_config
 from torch import nn
 
 from inkling_ref import InputError
-from inkling_ref.cache import Step
 from inkling_ref.checkpoint import empty_model, load, save
 from inkling_ref.config import InklingConfig
-from inkling_ref.measure import cost
 from inkling_ref.parallel.apply import Mesh, parallelize
-from inkling_ref.parallel.collectives import Link, StandIn, Traffic
-from inkling_ref.parallel.estimate import CONTEXTS, estimate, scaling, sequence_gain, weight_bytes
-from inkling_ref.parallel.estimate import PLANS as PLANS_OF_SMALL
+from inkling_ref.parallel.collectives import StandIn, Traffic
 from inkling_ref.parallel.plan import BLOCK, Plan, Share, owners, split, stored_slices
 from inkling_ref.quantization import GROUP
 
@@ -154,9 +148,6 @@ def test_bytes_that_a_rank_sends():
         "swap over tp": 3 * 48,
         "exchange over tp": 6 * 24,
     }
-    # 64 MiB over 8 GPUs in two shots of 20 us each; with 7 us each it is the 340 us of the published model.
-    whole = 2**26
-    assert Link().seconds(2, 2 * whole * 7 / 8) == pytest.approx(366e-6, rel=0.01)
 
 
 def test_one_rank_of_small_without_memory_has_its_share():
@@ -199,67 +190,3 @@ def test_kernels_run_a_ranks_sizes():
         cache = model.new_cache(1)
         passes.append(torch.cat([logits(model, random_ids(1, T, seed=T), cache=cache) for T in (9, 1)], dim=1))
     assert relative_rms(passes[1], passes[0]) < 1e-5
-
-
-# ---------------------------------------------------------------- on paper
-
-
-PLANS = [Plan(4), Plan(4, sequence=True), Plan(4, ep=1), Plan(2, 2), Plan(2, 2, sequence=True)]
-
-
-@pytest.mark.parametrize("plan", PLANS, ids=["tp", "sequence", "width", "tp dp", "tp dp sequence"])
-def test_collectives_on_paper_are_those_that_a_rank_makes(plan):
-    mesh = Mesh.stand_in(plan, 1)
-    model = parallelize(random_model(FOUR, dtype=torch.bfloat16), mesh)
-    ids = random_ids(2, 72)
-    with torch.inference_mode():
-        model.llm(model.llm.embed_tokens(ids), Step.make([0, 0], 72, ids.device))
-    made = list(mesh.traffic.counts.values())
-    expected = estimate(FOUR, plan, 72, 72, batch=2)
-    agreed = plan.dp > 1  # the groups tell each other how many tokens they have: 8 bytes
-    assert sum(count.calls for count in made) == expected.calls + agreed
-    assert sum(count.sent for count in made) == expected.sent + 8 * agreed
-
-
-@pytest.mark.parametrize("plan", [Plan(1, 8), Plan(8), Plan(4, 2)], ids=["dp", "tp", "tp dp"])
-def test_rows_that_tokens_send_to_experts_on_paper(plan):
-    """Uniform routing: of 8 ranks a token of Small reaches 5.28."""
-    plan = replace(plan, exchange="all_to_all")
-    expected = estimate(SMALL, plan, 8192, 8192)
-    plain = estimate(SMALL, replace(plan, exchange="all_reduce", dp=1), 8192, 8192)
-    tokens = 8192 // plan.tp
-    own = 48 * tokens * 5.28 * 7 / 8 * (2 * 4608 * 2 + 2 * 8 * 4)  # there and back, and the routes
-    assert expected.sent - plain.sent == pytest.approx(own, rel=2e-3)
-
-
-def test_weights_of_a_rank_are_those_of_the_cost_model():
-    for ranks in (4, 8):
-        counted = cost.checkpoint_bytes(SMALL, tp=ranks, ep=ranks).total()
-        assert weight_bytes(SMALL, Plan(ranks)).total() == pytest.approx(counted, rel=1e-4)
-
-
-def test_flops_of_a_rank_are_those_of_the_cost_model():
-    ours = {name: work.flops for name, work in estimate(SMALL, Plan(8), 8192, 8192).work.items()}
-    theirs = cost.flops(SMALL, 8192, 8192, tp=8, ep=8)
-    for part in ("attention projections", "attention over keys", "router", "experts"):
-        assert ours[part] == pytest.approx(theirs[part], rel=1e-6), part
-
-
-def test_scaling_agrees_with_the_published_gain_of_sequence_parallel_prefill():
-    # -22 % and -26 %, between all of the collectives hidden and none.
-    for tp, published in ((4, 0.22), (8, 0.26)):
-        hidden, exposed = sequence_gain(tp)
-        assert exposed < published < hidden + 0.02
-
-
-def test_table_of_plans():
-    table = {row["plan"]: row for row in scaling()}
-    assert set(table) == set(PLANS_OF_SMALL)
-    assert round(table["TP8/EP8"]["weights"] / 1e9, 1) == 49.7
-    assert round(table["TP8/EP8"]["cache at 1M"] / 1e9, 2) == 4.32
-    # A second host's ranks replicate key/value heads: no smaller cache.
-    assert table["2 hosts: TP16/EP16"]["cache at 1M"] > 0.99 * table["TP8/EP8"]["cache at 1M"]
-    assert table["TP8/EP8, sequence"]["prefill"] < 0.65 * table["TP8/EP8"]["prefill"]
-    for row in table.values():
-        steps = [row[f"decode {context}"] for context in CONTEXTS]
-        assert steps == sorted(steps)

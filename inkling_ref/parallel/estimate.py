@@ -30,10 +30,8 @@ usable; between hosts a network card of 400 Gb/s for each GPU, with a latency th
 
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import pairwise
 from math import comb
 from typing import Any
 
@@ -74,18 +72,18 @@ class Device:
 class Work:
     """Operations of one kind in one pass of one rank."""
 
-    flops: float = 0.0
-    bytes: float = 0.0
-    seconds: float = 0.0
+    flops: int | float = 0.0
+    bytes: int | float = 0.0
+    seconds: int | float = 0.0
 
 
 @dataclass
 class Exchange:
     """Collectives of one purpose in one pass: calls of one rank, bytes that leave it, seconds."""
 
-    calls: float = 0
-    sent: float = 0.0
-    seconds: float = 0.0
+    calls: int | float = 0
+    sent: int | float = 0.0
+    seconds: int | float = 0.0
 
 
 @dataclass(frozen=True)
@@ -97,37 +95,37 @@ class Estimate:
     busiest: Work
 
     @property
-    def flops(self) -> float:
+    def flops(self) -> int | float:
         return sum(work.flops for work in self.work.values())
 
     @property
-    def bytes(self) -> float:
+    def bytes(self) -> int | float:
         return sum(work.bytes for work in self.work.values())
 
     @property
-    def calls(self) -> float:
+    def calls(self) -> int | float:
         return sum(exchange.calls for exchange in self.exchanges.values())
 
     @property
-    def sent(self) -> float:
+    def sent(self) -> int | float:
         return sum(exchange.sent for exchange in self.exchanges.values())
 
     @property
-    def compute_seconds(self) -> float:
+    def compute_seconds(self) -> int | float:
         """Of the mean rank."""
         return sum(work.seconds for work in self.work.values())
 
     @property
-    def busiest_seconds(self) -> float:
+    def busiest_seconds(self) -> int | float:
         """As `compute_seconds`, but every layer takes as long as the rank computes that is busiest there."""
         return self.compute_seconds - self.work["experts"].seconds + self.busiest.seconds
 
     @property
-    def collective_seconds(self) -> float:
+    def collective_seconds(self) -> int | float:
         return sum(exchange.seconds for exchange in self.exchanges.values())
 
     @property
-    def seconds(self) -> float:
+    def seconds(self) -> int | float:
         return self.compute_seconds + self.collective_seconds
 
 
@@ -159,23 +157,23 @@ class Load:
     visited: of a rank's experts that a token chose, and that are then read; pairs: of a token and an expert.
     """
 
-    visited: float
-    pairs: float
-    busiest_visited: float
-    busiest_pairs: float
+    visited: int | float
+    pairs: int | float
+    busiest_visited: int | float
+    busiest_pairs: int | float
 
 
 @cache
-def _drawn_choices(E: int, k: int, skew: float) -> Tensor:
+def _drawn_choices(E: int, k: int, skew: int | float) -> Tensor:
     """Experts [tokens, k] that tokens chose, k different ones each; id 0 is the most popular."""
     generator = torch.Generator().manual_seed(0)
-    popularity = torch.arange(1, E + 1) ** -skew
+    popularity = torch.arange(1.0, E + 1) ** -skew
     arrival = torch.empty(DRAWN, E).exponential_(generator=generator) / popularity  # the first is drawn by popularity,
     return arrival.topk(k, largest=False).indices  # and so is the next of those that are left
 
 
 @cache
-def load(E: int, k: int, parts: int, tokens: int, skew: float = 0.0) -> Load:
+def load(E: int, k: int, parts: int, tokens: int, skew: int | float = 0.0) -> Load:
     """Load of `parts` ranks that share E experts, where every token chooses k.
 
     skew: exponent of Zipf's law. An expert is chosen in proportion to 1 / place^skew in the order of popularity; the
@@ -220,7 +218,7 @@ def estimate(
     experts: cost.ExpertFormat = "nvfp4+mxfp8",
     device: Device | None = None,
     link: Link | None = None,
-    skew: float = 0.0,
+    skew: int | float = 0.0,
     one_shot: bool = True,
 ) -> Estimate:
     """A pass over the last `tokens` tokens of `batch` sequences of `context` tokens, in each dp group.
@@ -230,16 +228,13 @@ def estimate(
     device, text, share = device or Device(), config.text, Share(config, plan, 0)
     D, I, E, R = text.hidden_size, text.moe_intermediate_size, text.n_routed_experts, text.d_rel
     L, k, tp, N = text.num_hidden_layers, text.num_experts_per_tok, plan.tp, batch * tokens
-    etp = plan.world // plan.n_ep  # ranks that share an expert's columns
     is_cut = plan.sequence and tp > 1 and tokens >= plan.sequence_from
     n_own = N / tp if is_cut else N  # tokens that this rank mixes and norms
     n_routed = N / tp if is_cut or plan.exchange == "all_to_all" else N
     work, busiest = defaultdict(Work), Work()
 
-    def add(done: Work, times: int, flops: float, moved: float, speed: float = device.matrix) -> None:
-        done.flops += times * flops
-        done.bytes += times * moved
-        done.seconds += times * max(flops / speed, moved / device.memory)
+    def add(done: Work, times: int, flops: int | float, moved: int | float, speed: int | float = device.matrix) -> None:
+        _add(done, Work(flops, moved, max(flops / speed, moved / device.memory)), times)
 
     add(work["embedding"], 1, 0, 2 * N * D * STREAM)
     for is_sliding, times in Counter(map(text.is_sliding, range(L))).items():
@@ -270,8 +265,8 @@ def estimate(
             (work["experts"], routing.visited, routing.pairs),
             (busiest, routing.busiest_visited, routing.busiest_pairs),
         ):
-            moved = visited * 3 * D * I * PER_WEIGHT[quantisation] + STREAM * pairs * (2 * D * etp + 3 * I)
-            add(done, times, 6 * pairs * D * I / etp, moved / etp)
+            moved = visited * 3 * D * I * PER_WEIGHT[quantisation] + STREAM * pairs * (2 * D * plan.etp + 3 * I)
+            add(done, times, 6 * pairs * D * I / plan.etp, moved / plan.etp)
     rows = len(share.local_vocabulary)
     add(work["unembedding"], 1, 2 * batch * rows * D, STREAM * rows * D)
     return Estimate(dict(work), _exchanges(config, plan, N, is_cut, link or Link(), one_shot), busiest)
@@ -291,14 +286,14 @@ class _Ranks:
         """Those of one host."""
         return min(self.size, max(HOST // self.stride, 1))
 
-    def direct(self, each: float) -> Exchange:
+    def direct(self, each: int | float) -> Exchange:
         """Every rank sends so many bytes to every other, at once over all links."""
         seconds = self.link.seconds(1, (self.n_near - 1) * each)
         if self.size > self.n_near:
             seconds = max(seconds, NETWORK.seconds(1, (self.size - self.n_near) * each))
         return Exchange(1, (self.size - 1) * each, seconds)
 
-    def half(self, whole: float) -> Exchange:
+    def half(self, whole: int | float) -> Exchange:
         """A reduce_scatter or a gather of so many bytes."""
         near, hosts = self.n_near, -(-self.size // self.n_near)
         seconds = self.link.seconds(1, (near - 1) / near * whole) if near > 1 else 0.0
@@ -306,7 +301,7 @@ class _Ranks:
             seconds += NETWORK.seconds(1, (hosts - 1) / self.size * whole)
         return Exchange(1, (self.size - 1) / self.size * whole, seconds)
 
-    def sum(self, whole: float) -> Exchange:
+    def sum(self, whole: int | float) -> Exchange:
         """Of so many bytes on every rank: one shot or two."""
         one, half = self.direct(whole), self.half(whole)
         if self.one_shot and one.seconds < 2 * half.seconds:
@@ -314,7 +309,7 @@ class _Ranks:
         return Exchange(2, 2 * half.sent, 2 * half.seconds)
 
 
-def all_reduce(ranks: int, size: float, link: Link | None = None) -> Exchange:
+def all_reduce(ranks: int, size: int | float, link: Link | None = None) -> Exchange:
     """A sum of `size` bytes over so many ranks of one host: in one shot or two."""
     return _Ranks(ranks, 1, link or Link(), True).sum(size)
 
@@ -331,10 +326,7 @@ def _exchanges(
 
     def add(name: str, times: int, ranks: _Ranks, made: Exchange) -> None:
         if ranks.size > 1:
-            total = exchanges[name]
-            total.calls += times * made.calls
-            total.sent += times * made.sent
-            total.seconds += times * made.seconds
+            _add(exchanges[name], made, times)
 
     add("embedding", 1, tp, tp.sum(stream))
     if is_cut:
@@ -361,23 +353,30 @@ def _exchanges(
     return dict(exchanges)
 
 
-def together(passes: Iterable[Estimate]) -> Estimate:
-    """One after another."""
+def prefill(config: InklingConfig, plan: Plan, context: int, **options: Any) -> Estimate:
+    """Of a prompt, in passes of `CHUNK` tokens; options of `estimate`.
+
+    Passes after the first differ in attention over keys alone, which grows by the same amount from each to the next:
+    the one in their middle stands for all.
+    """
+    n_full, rest = divmod(context, CHUNK)
+    passes = [(1, CHUNK, CHUNK)] if n_full else []
+    if n_full > 1:
+        passes.append((n_full - 1, CHUNK, CHUNK * (n_full + 2) // 2))
+    if rest:
+        passes.append((1, rest, context))
     work, exchanges, busiest = defaultdict(Work), defaultdict(Exchange), Work()
-    for one in passes:
-        pairs = [(busiest, one.busiest)]
-        pairs += [(work[name], part) for name, part in one.work.items()]
-        pairs += [(exchanges[name], part) for name, part in one.exchanges.items()]
-        for total, part in pairs:
-            for name, value in vars(part).items():
-                setattr(total, name, getattr(total, name) + value)
+    for times, tokens, end in passes:
+        one = estimate(config, plan, tokens, end, **options)
+        parts = [(busiest, one.busiest), *((work[name], part) for name, part in one.work.items())]
+        for total, part in [*parts, *((exchanges[name], part) for name, part in one.exchanges.items())]:
+            _add(total, part, times)
     return Estimate(dict(work), dict(exchanges), busiest)
 
 
-def prefill(config: InklingConfig, plan: Plan, context: int, **options: Any) -> Estimate:
-    """Of a prompt, in passes of `CHUNK` tokens; options of `estimate`."""
-    borders = [*range(0, context, CHUNK), context]
-    return together(estimate(config, plan, end - start, end, **options) for start, end in pairwise(borders))
+def _add(total: Work | Exchange, part: Work | Exchange, times: int) -> None:
+    for name, value in vars(part).items():
+        setattr(total, name, getattr(total, name) + times * value)
 
 
 # ---------------------------------------------------------------- the table
@@ -429,7 +428,39 @@ def sequence_gain(tp: int, config: InklingConfig | None = None, **options: Any) 
 
 
 def main() -> None:
-    """Print the table."""
+    """Print the table, and the gain of sequence parallelism."""
+    print("Small on H200s, on paper: one rank, uniform routing, no overlap, no launches.")
+    print("attn: attention over keys, of that; busy: every layer waits for its busiest rank;")
+    print("+ s: NCCL's collectives; by token: sequence parallel. With DP: one group's.")
+    rows = scaling()
+    for name in PLANS:
+        of_plan = [row for row in rows if row["plan"] == name]
+        step, fast = (of_plan[0][which] for which in ("decode", "fast"))
+        print(f"\n{name}: {of_plan[0]['weights'] / 1e9:.1f} GB of weights")
+        slow = f"{1e3 * step.collective_seconds:.2f} ms (NCCL), {1e3 * fast.collective_seconds:.2f} ms (Lamport push)"
+        print(f"batch 1: {fast.calls:.0f} collectives a step, {fast.sent / 1e6:.2f} MB sent:\n{slow}")
+        _print("context", "cache GB", "fit", "GFLOP", "attn", "GB", "attn", "ms", "busy ms")
+        for row in of_plan:
+            e = row["decode"]
+            over_keys, ms = e.work["attention over keys"], (1e3 * e.compute_seconds, 1e3 * e.busiest_seconds)
+            work = (e.flops / 1e9, over_keys.flops / 1e9, e.bytes / 1e9, over_keys.bytes / 1e9)
+            _print(f"{row['context'] // 1024}K", row["cache"] / 1e9, f"{row['sequences']}", *work, *ms)
+        _print("prefill", "TFLOP", "attn", "GB", "s", "busy s", "calls", "GB sent", "+ s")
+        for row in of_plan:
+            for label, e in ((f"{row['context'] // 1024}K", row["prefill"]), ("by token", row["by token"])):
+                if e is not None:
+                    work = (e.flops / 1e12, e.work["attention over keys"].flops / 1e12, e.bytes / 1e9)
+                    sent = (f"{e.calls:.0f}", e.sent / 1e9, e.collective_seconds)
+                    _print(label, *work, e.compute_seconds, e.busiest_seconds, *sent)
+    print("\nprefill of 8,192 tokens by token: what it saves")
+    for tp, published in ((4, 22), (8, 26)):
+        hidden, exposed = sequence_gain(tp)
+        print(f"TP{tp}: {hidden:.0%} if all collectives hide, {exposed:.0%} if none does; published {published}%")
+
+
+def _print(label: str, *cells: str | float) -> None:
+    texts = [cell if isinstance(cell, str) else f"{cell:.3g}" if abs(cell) < 999.5 else f"{cell:.0f}" for cell in cells]
+    print(f"{label:>8}" + "".join(f"{text:>9}" for text in texts))
 
 
 if __name__ == "__main__":
