@@ -430,8 +430,11 @@ def sequence_gain(tp: int, config: InklingConfig | None = None, **options: Any) 
 def main() -> None:
     """Print the table, and the gain of sequence parallelism."""
     print("Small on H200s, on paper: one rank, uniform routing, no overlap, no launches.")
-    print("attn: attention over keys, of that; busy: every layer waits for its busiest rank;")
+    print("attn: of it, attention over keys; busy: each layer waits for its busiest rank;")
     print("+ s: NCCL's collectives; by token: sequence parallel. With DP: one group's.")
+    per_call = ", ".join(f"{name} {1e6 * alpha:g} us" for name, alpha in ALPHAS.items())
+    print(f"A collective: {per_call};\n{Link().usable:.0%} of {Link().bandwidth / 1e9:g} GB/s", end=", ")
+    print(f"between hosts {1e6 * NETWORK.alpha:g} us and {NETWORK.usable:.0%} of {NETWORK.bandwidth / 1e9:g} GB/s.")
     rows = scaling()
     for name in PLANS:
         of_plan = [row for row in rows if row["plan"] == name]
