@@ -81,6 +81,28 @@ def test_nan_stays_in_its_row_and_its_weight():
     assert torch.equal(actual[1][..., others], expected[1][..., others])
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="no GPU")
+def test_in_a_graph_rows_are_read_when_they_are_there():
+    # Programmatic dependent launch: every product starts while the one in front of it, whose output it reads, still runs.
+    weights = [placed(torch.randn(n, k) / math.sqrt(k), torch.bfloat16) for n, k in ((4096, 512), (512, 4096))] * 6
+    x = torch.empty(1, 3, 512, dtype=torch.bfloat16, device=DEVICE)
+
+    def chain():
+        y = x
+        for w in weights:
+            (y,) = project([y], [w])
+        return y
+
+    chain()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = chain()
+    for _ in range(20):
+        x.normal_()
+        graph.replay()
+        assert torch.equal(y, chain())
+
+
 def test_several_dtypes_are_refused():
     inputs, weights = case(1, 1, 16, [8])
     with pytest.raises(InputError, match=r"triton project: inputs of torch.float16 and others, expected one dtype"):

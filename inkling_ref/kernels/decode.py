@@ -36,7 +36,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..errors import InputError
-from . import adjacent, dependent, prepared, processors, require
+from . import FLOATS, adjacent, axes, dependent, expect, prepared, processors
 from .approximate import TO_BASE2
 
 LOWEST: tl.constexpr = tl.constexpr(-1e30)  # stands for -inf where a difference of two must not be NaN
@@ -105,10 +105,13 @@ def _share(
 
 @triton.jit
 @no_type_check
-def _wait():
-    """For the kernel in front to end; from here on the next one may start."""
-    tl.extra.cuda.gdc_wait()
-    tl.extra.cuda.gdc_launch_dependents()
+def wait():
+    """For the kernel in front to end; from here on the next one may start.
+
+    Triton's own functions for this keep its version 3.9 from pipelining a loop in which they stand.
+    """
+    code: tl.constexpr = "griddepcontrol.wait; griddepcontrol.launch_dependents; // $0"
+    tl.inline_asm_elementwise(code, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -172,7 +175,7 @@ def _decode(
     NEAR_STAGES: tl.constexpr, DEPENDENT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     if DEPENDENT and not EARLY:
-        _wait()
+        wait()
     os, firsts, chunk, splits, ends = _share(
         lengths_ptr, first_ptr, length, first, S, B, G, T, W, X, KEYS, PAGE, NEAR, PROGRAMS, PADDED_B
     )
@@ -183,7 +186,7 @@ def _decode(
     count = tl.sum(tl.where(here, splits, 0), 0)
     rest = pid - tl.sum(tl.where(here, ends, 0), 0) + count * G
     if DEPENDENT and EARLY and (b >= B) & (pid == 0):  # no row is in use: what comes behind still counts on this wait
-        _wait()
+        wait()
     if b < B:
         o, first_key = tl.sum(tl.where(here, os, 0), 0), tl.sum(tl.where(here, firsts, 0), 0)
         g, split = rest // count, rest % count
@@ -244,7 +247,7 @@ def _decode(
                 v = tl.load(v_ptrs, mask=inside[None, :], other=0.0)
             if step == begin:  # the first steps' keys and values are on their way
                 if DEPENDENT and EARLY:
-                    _wait()
+                    wait()
                 q = tl.load(q_ptrs, mask=q_mask, other=0.0)
             s = tl.dot(q, _turned(k), input_precision="ieee") * to_base2
             top, total, acc = _step(s, v, top, total, acc)
@@ -259,7 +262,7 @@ def _decode(
                 start = middle
             else:
                 if DEPENDENT and EARLY:
-                    _wait()
+                    wait()
                 lowest, highest = tl.maximum(o, low), stop
                 start = (lowest - origin) // KEYS
                 end = tl.where(split == count - 1, (stop - origin + KEYS - 1) // KEYS, start)
@@ -282,7 +285,7 @@ def _decode(
                 v = tl.load(v_ptrs, mask=both, other=0.0)
                 if step == start:
                     if DEPENDENT and EARLY:
-                        _wait()
+                        wait()
                     q = tl.load(q_ptrs, mask=q_mask, other=0.0)
                     r = tl.load(r_ptrs, mask=r_mask, other=0.0)
                 bias = tl.dot(r, _turned(profile), input_precision="ieee")
@@ -375,18 +378,36 @@ def choose_tile(rows: int, heads: int, window: int | None, processors: int, elem
     return shape._replace(programs=shape.programs * triton.cdiv(3 * heads, shape.programs))
 
 
-def check_heads(q: Float[Tensor, "B T H d"], k: Float[Tensor, "P G S d"], window: int | None) -> None:
-    """What no kernel of attention can do.
+def check_operands(
+    op: str,
+    q: Tensor,
+    caches: dict[str, Tensor],
+    r: Tensor,
+    profiles: Tensor,
+    sink: Tensor,
+    gate: Tensor,
+    window: int | None,
+    paged: bool = False,
+) -> None:
+    """Refuse what no kernel of attention can do; those that a call is handed on to check nothing more.
+
+    Args:
+        caches: keys and values, by the names of these arguments.
 
     Raises:
-        InputError: for query heads that the key/value heads do not divide, or a window below 1.
+        InputError: see `expect`; for query heads that the key/value heads do not divide, or a window below 1.
     """
-    if q.shape[2] % k.shape[1]:
-        raise InputError(
-            f"triton attend: {q.shape[2]} query heads on {k.shape[1]} key/value heads, expected a multiple"
-        )
+    (B, T, H, d), (R, X) = axes(op, "q", q, 4), axes(op, "profiles", profiles, 2)
+    name, k = next(iter(caches.items()))
+    P, G, S, _ = axes(op, name, k, 4)
+    if H % G:
+        raise InputError(f"triton {op}: {H} query heads on {G} key/value heads, expected a multiple")
     if window is not None and window < 1:
-        raise InputError(f"triton attend: a window of {window}, expected at least 1, or None")
+        raise InputError(f"triton {op}: a window of {window}, expected at least 1, or None")
+    slots = (P if paged else B, G, S, d)
+    expect(op, FLOATS, q=(q, (B, T, H, d)), sink=(sink, (B, T, H)), gate=(gate, (B, T, H * d)))
+    of_one_dtype = {name: (cache, slots) for name, cache in caches.items()}
+    expect(op, (q.dtype,), **of_one_dtype, r=(r, (B, T, H, R)), profiles=(profiles, (R, X)))
 
 
 def fits(q: Float[Tensor, "B T H d"], k: Float[Tensor, "P G S d"]) -> bool:
@@ -410,18 +431,13 @@ def attend_split(
     early: bool = False,
     tile: Tile | None = None,
 ) -> Float[Tensor, "B T H*d"]:
-    """Both kernels: what `attend` and `attend_cache` share.
+    """Both kernels: what `attend` and `attend_cache` share, once `check_operands` has let it pass.
 
     Args:
         lengths, first: slot of query 0 and the first slot that holds a key: a number for all rows, or int32 tensors.
         early: whether keys below `lengths` may be read before the kernels in front have ended, see `attend_cache`.
         tile: what a measurement varies; None = `choose_tile`.
-
-    Raises:
-        InputError: see `require`.
     """
-    require("attend", q, k, v, r, profiles, sink, gate)
-    check_heads(q, k, window)
     q, k, v, r, sink, gate = adjacent(q, k, v, r, sink, gate)
     (B, T, H, d), (G, S), (R, X) = q.shape, k.shape[1:3], profiles.shape
     Q, page, pages = H // G, 0, 0
@@ -483,17 +499,20 @@ def attend_cache(
     as `project` does in `DecodeStep`.
 
     Args:
-        lengths, table: int32. Pages have 64 slots or a multiple.
+        lengths, table: int32. Pages have 64 slots or a multiple. That lengths leave room for T tokens, and that the
+            table names pages that there are, is not checked: it would wait for the device.
 
     Raises:
-        InputError: for more tokens, other pages or other integers; see also `require`.
+        InputError: for more tokens or other pages; see also `check_operands`.
     """
+    caches, paged = {"keys": keys, "values": values}, table is not None
+    check_operands("attend_cache", q, caches, r, profiles, sink, gate, window, paged)
+    pages = axes("attend_cache", "table", table, 2)[1] if paged else 0
+    expect("attend_cache", (torch.int32,), lengths=(lengths, (len(q),)), table=(table, (len(q), pages)))
     if not fits(q, keys):
         raise InputError(
             f"triton attend_cache: {q.shape[1]} tokens of {q.shape[2]} heads, expected at most 8 and 64 rows"
         )
-    if lengths.dtype != torch.int32 or (table is not None and table.dtype != torch.int32):
-        raise InputError("triton attend_cache: expected lengths and table in int32")
     if table is not None and keys.shape[2] % 64:
         raise InputError(f"triton attend_cache: pages of {keys.shape[2]} slots, expected a multiple of 64")
     return attend_split(q, keys, values, r, profiles, sink, gate, lengths, 0, window, table, early=True)

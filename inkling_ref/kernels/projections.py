@@ -26,12 +26,11 @@ import triton
 import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .. import fused
 from ..errors import InputError
 from . import INTERPRETED, adjacent, dependent, processors, require
-from .decode import ways_added
+from .decode import wait, ways_added
 
 FEW: int = 16  # rows of x up to which the weight's bytes decide; of more, a processor would read x too often
 _ROWS, _STEP = 32, 64  # a program's rows of a weight; columns of a warp's step
@@ -69,8 +68,7 @@ def _project(
             w = tl.load(w_at + start, mask=k < K - start, other=0.0)
         if start == 0:
             if PDL:
-                gdc_wait()
-                gdc_launch_dependents()
+                wait()
             x = tl.load(x_at, mask=live & (k < K), other=0.0)
         ahead = x
         if start + SPAN < K:
