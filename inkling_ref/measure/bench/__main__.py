@@ -18,6 +18,7 @@ from .harness import KINDS, Bench
 from .head import bench_draft, bench_head
 from .moe import bench_router, bench_swiglu
 from .prefill import bench_prefill
+from .projections import bench_projections
 from .qkv import bench_qkv
 from .residual import bench_residual
 from .runner import imported
@@ -29,6 +30,7 @@ GROUPS = {  # the most important first: the last ones go without, where time is 
     "prefill": bench_prefill,
     "flex_prefill": bench_flex_prefill,
     "residual": bench_residual,
+    "projections": bench_projections,
     "qkv": bench_qkv,
     "short_conv": bench_short_conv,
     "router": bench_router,
