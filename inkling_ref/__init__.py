@@ -31,8 +31,8 @@ those of one round, k a place among them, r the rank of its head.
 
 A component is a stem: `inkling_ref/short_conv.py`, `tests/test_short_conv.py` and so on. They import downwards only:
 errors, config, residual, then short_conv, quantization and vision, then attention and moe, then backends and cache,
-model, dspark, then fused, tensor_files and chat, checkpoint and decode_step, draft_files, sampling, speculative,
-generation, cli and notebook.
+model, dspark, then fused, tensor_files and chat, checkpoint and decode_step, draft_files, sampling and stepping,
+speculative, generation, cli and notebook.
 Names below load on first use, so that importing the package, or asking the command line for help, does not wait for
 torch.
 """
@@ -59,6 +59,7 @@ _HOME = {
     "Drafting": "speculative",
     "Threshold": "speculative",
     "Throughput": "speculative",
+    "DecodeStep": "decode_step",
     "generate": "generation",
     "stream": "generation",
     "Tokenizer": "chat",

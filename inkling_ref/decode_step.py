@@ -10,90 +10,172 @@ for this one. Here everything that lives from step to step has its place from th
 - Lengths, and how many tokens of the step before do not count (drafts that were refused), as tensors on the device.
 
 A step reads T tokens a row: 1, or a token and its drafts. It runs the fused operations of `fused` or their kernels,
-about ten launches a layer, and projections that read the same input are one product.
+about ten launches a layer, and projections that read the same input are one product. A prompt fills the same places by
+the same operations (`prefill`): any number of tokens, for which lengths are read on the host and nothing is captured.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from . import fused
 from .attention import Attention
 from .backends import Backend
 from .cache import Cache, Log, Slots, ranges
+from .draft_config import DSparkConfig
+from .dspark import places, read_tap
 from .errors import InputError
 from .model import DecoderLayer, Inkling
 from .moe import MoE
-from .residual import wide
+from .residual import DepthState, wide
 
 PAGE = 128  # slots of a page of a sliding layer's ring
 CONVOLUTIONS = ("key_value_conv", "attention_conv", "mlp_conv")  # whose last inputs are kept
+NOT_FINITE = -1  # in place of a token: its logits are NaN or infinite
 
 
 @dataclass(frozen=True)
 class StepBackend(Backend):
     """The operations of a model, and the fused ones of a step; the defaults are the PyTorch reference."""
 
+    embed_and_norm: Callable = fused.embed_and_norm
+    project: Callable = fused.project
     prepare_qkv: Callable = fused.prepare_qkv
     attend_cache: Callable = fused.attend_cache
     join_and_mix: Callable = fused.join_and_mix
     sample_head: Callable = fused.sample_head
 
 
-def join(linears: list[nn.Linear]) -> Float[Tensor, "rows D"]:
+def join(parameters: list[nn.Parameter]) -> Float[Tensor, "rows D"]:
     """One weight for several projections of the same input; each of them becomes a view of its rows."""
-    weights = [linear.weight.detach() for linear in linears]
-    ends = [w.data_ptr() + w.nbytes for w in weights]
-    storages = {w.untyped_storage().data_ptr() for w in weights}
-    if len(storages) == 1 and all(w.data_ptr() == end for w, end in zip(weights[1:], ends, strict=False)):
-        rows = sum(len(w) for w in weights)  # joined before, for another step
-        return weights[0].as_strided((rows, weights[0].shape[1]), weights[0].stride())
-    weight, start = torch.cat(weights), 0
-    for linear in linears:
-        stop = start + linear.out_features
-        linear.weight.data = weight[start:stop]
-        start = stop
-    return weight
+    with torch.inference_mode(parameters[0].is_inference()):  # as the parameters were made
+        weights = [parameter.detach() for parameter in parameters]
+        ends = [w.data_ptr() + w.nbytes for w in weights]
+        storages = {w.untyped_storage().data_ptr() for w in weights}
+        if len(storages) == 1 and all(w.data_ptr() == end for w, end in zip(weights[1:], ends, strict=False)):
+            rows = sum(map(len, weights))  # joined before, for another step
+            return weights[0].as_strided((rows, weights[0].shape[1]), weights[0].stride())
+        weight = torch.cat(weights)
+        for parameter, part in zip(parameters, weight.split([len(w) for w in weights]), strict=True):
+            parameter.data = part
+        return weight
 
 
 class LayerState:
-    """One layer's places: keys and values, the inputs of its three convolutions, its joined projections."""
+    """One layer's places: keys and values, the inputs of its three convolutions; and its joined projections."""
 
     def __init__(self, layer: DecoderLayer, batch: int, capacity: int, tokens: int, page: int) -> None:
         attn, a = layer.attn, layer.attn.sizes
-        weight = attn.wq_du.weight
-        like = {"dtype": weight.dtype, "device": weight.device}
-        G, d, D = a.num_key_value_heads, a.head_dim, weight.shape[1]
+        like = {"dtype": attn.wq_du.weight.dtype, "device": attn.wq_du.weight.device}
+        G, d, D = a.num_key_value_heads, a.head_dim, attn.wq_du.in_features
         past = attn.kernel - 1 + tokens - 1
-        self.table = None
+        self.table, self.page = None, page
         if a.window is None:
             shape = (batch, G, capacity, d)
         else:
             # The window of the first token and the whole step, wherever in their pages they begin and end.
             ring = -(-(a.window - 1 + tokens) // page) + 1
-            pages = torch.arange(-(-capacity // page), dtype=torch.int32, device=weight.device) % ring
-            self.table = pages + ring * torch.arange(batch, dtype=torch.int32, device=weight.device)[:, None]
+            pages = torch.arange(-(-capacity // page), dtype=torch.int32, device=like["device"]) % ring
+            self.table = pages + ring * torch.arange(batch, dtype=torch.int32, device=like["device"])[:, None]
             shape = (batch * ring, G, page, d)
         self.keys, self.values = (torch.zeros(shape, **like) for _ in range(2))
         self.key_value_conv = torch.zeros(batch, past, 2 * G * d, **like)
         self.attention_conv, self.mlp_conv = (torch.zeros(batch, past, D, **like) for _ in range(2))
-        first = [attn.wq_du, attn.wr_du, attn.gate_attn, attn.attn_sink_proj]
-        keys_and_values = [attn.wk_dv, attn.wv_dv] if layer.is_sliding else []
-        self.sizes = [linear.out_features for linear in first + keys_and_values]
-        self.weight = join(first + keys_and_values)
+        first = [attn.wq_du.weight, attn.wr_du.weight, attn.gate_attn.weight, attn.attn_sink_proj.weight]
+        k, v = attn.wk_dv.weight, attn.wv_dv.weight
+        if layer.is_sliding:
+            inputs = [[*first, k, v]]
+        else:  # each with its dynamic taps
+            inputs = [first, [k, attn.k_sconv.weight_proj], [v, attn.v_sconv.weight_proj]]
+        self.sizes = [[len(weight) for weight in group] for group in inputs]
+        self.weights = [join(group) for group in inputs]
+
+    def ring(self, positions: Int[Tensor, "B m"]) -> tuple[Int[Tensor, "B m"], Int[Tensor, "B m"]]:
+        """Page and slot of every position."""
+        return self.table.gather(1, positions // self.page), positions % self.page
+
+    def window(self, begins: Int[Tensor, " B"], past: int) -> list[Float[Tensor, "B G past d"]]:
+        """Keys and values of the `past` positions before each row's next; anything where there were none."""
+        positions = begins[:, None] - past + torch.arange(past, device=begins.device)
+        pages, slots = self.ring(positions.clamp(min=0))
+        return [place[pages, :, slots].transpose(1, 2) for place in (self.keys, self.values)]
+
+    def keep(
+        self,
+        ends: Int[Tensor, " B"],
+        count: int,
+        keys: Float[Tensor, "B G S d"],
+        values: Float[Tensor, "B G S d"],
+        first: Int[Tensor, " B"],
+    ) -> None:
+        """Put each row's last `count` positions into its ring; position p stands in slot p - first[b] of keys, values.
+
+        A row that has fewer writes its position 0 several times.
+        """
+        positions = (ends[:, None] - count + torch.arange(count, device=ends.device)).clamp(min=0)
+        pages, slots = self.ring(positions)
+        rows = torch.arange(len(ends), device=ends.device)[:, None]
+        source = (positions - first[:, None]).clamp(max=keys.shape[2] - 1)
+        for place, new in ((self.keys, keys), (self.values, values)):
+            place[pages, :, slots] = new[rows, :, source]
+
+
+class Prompt:
+    """One call of `prefill`: where each row's tokens begin and end, and what attention may see."""
+
+    def __init__(self, begins: list[int], counts: list[int], T: int, device: torch.device) -> None:
+        self.starts, self.T = begins, T
+        self.begins, self.counts = (torch.tensor(n, device=device) for n in (begins, counts))
+        self.is_padded = any(count < T for count in counts)
+
+    def open(self, state: LayerState, window: int | None) -> tuple[Tensor, Tensor, list[int], list[int]]:
+        """Keys and values of a layer with room for this call's; for each row the slot of token 0, and the first used.
+
+        In a sliding layer a copy: the ring is too short for what the first tokens see and the last ones write.
+        """
+        B, T = len(self.starts), self.T
+        if window is None:
+            end = max(self.starts) + T
+            return state.keys[:, :, :end], state.values[:, :, :end], self.starts, [0] * B
+        past = min(window - 1, max(self.starts))
+        _, G, _, d = state.keys.shape
+        keys, values = (state.keys.new_empty(B, G, past + T, d) for _ in range(2))
+        for place, old in zip((keys, values), state.window(self.begins, past), strict=True):
+            place[:, :, :past] = old
+        return keys, values, [past] * B, [max(0, past - n) for n in self.starts]
+
+    def close(self, state: LayerState, window: int | None, keys: Tensor, values: Tensor) -> None:
+        """Put what later calls may see into its places."""
+        if window is not None:
+            past = keys.shape[2] - self.T
+            count = min(window - 1, keys.shape[2])
+            state.keep(self.begins + self.counts, count, keys, values, self.begins - past)
+
+
+@contextmanager
+def rolled(state: Float[Tensor, "B N C"], inputs: tuple[Tensor, ...], prompt: Prompt | None) -> Iterator[None]:
+    """Within it an operation takes `inputs`, channels after channels, into `state`; afterwards padding is out of it."""
+    if prompt is None or not prompt.is_padded:
+        yield
+        return
+    inputs = torch.cat([state, torch.cat(inputs, dim=-1)], dim=1)
+    yield
+    index = prompt.counts[:, None] + torch.arange(state.shape[1], device=state.device)
+    state.copy_(inputs.take_along_dim(index[..., None], dim=1))
 
 
 class DecodeStep:
     """A model that decodes `tokens` tokens a row at a time, for rows of up to `capacity` positions.
 
-    `step.take(cache)` continues after a prefill; every `step(ids)` appends. The model's projections become views of
-    joined weights: it computes what it did, and holds no byte more.
+    `step.prefill(ids)` reads prompts, `step.take(cache)` continues after what a cache holds; every `step(ids)` appends.
+    The model's projections become views of joined weights: it computes what it did, and holds no byte more.
     """
 
+    @torch.inference_mode(False)  # the model's weights, and all places, remain tensors that anybody may write
     def __init__(
         self,
         model: Inkling,
@@ -102,8 +184,9 @@ class DecodeStep:
         tokens: int = 1,
         ops: StepBackend | None = None,
         page: int = PAGE,
+        taps: DSparkConfig | None = None,
     ) -> None:
-        """`ops`: None takes the backend that the model was made with.
+        """`ops`: None takes the backend that the model was made with. `taps`: of a drafter, see the attribute `taps`.
 
         Raises:
             InputError: for sizes below 1, a capacity below the tokens of one step, or one rank's part of a model.
@@ -119,20 +202,40 @@ class DecodeStep:
                 f"decode step: {batch_size} rows of {tokens} tokens in {capacity} positions, expected at least one "
                 "row, one token and as many positions"
             )
-        self.model, self.capacity, self.tokens, self.page = model, capacity, tokens, page
+        self.model, self.capacity, self.tokens, self.page, self.tapped = model, capacity, tokens, page, taps
         self.ops = step_backend(model.backend) if ops is None else ops
         config, device = model.config.text, model.device
         self.layers = [LayerState(layer, batch_size, capacity, tokens, page) for layer in model.llm.layers]
-        blocks = sum(layer.starts_block for layer in model.llm.layers)
-        self.blocks = torch.zeros(batch_size, tokens, blocks, config.hidden_size, dtype=model.dtype, device=device)
-        self.partial = wide(self.blocks[:, :, 0]).clone()
+        like = {"dtype": model.dtype, "device": device}
+        self.blocks, self.partial = self._depth(torch.empty(batch_size, tokens, config.hidden_size, **like))
         self.ids = torch.zeros(batch_size, tokens, dtype=torch.int64, device=device)
         self.lengths, self.rejected = (torch.zeros(batch_size, dtype=torch.int32, device=device) for _ in range(2))
+        self.seeds = torch.zeros(batch_size, dtype=torch.int64, device=device)
         self.hidden: Tensor | None = None
+        self.taps: dict[int, Tensor] = {}  # of the newest call, by layer id, [B, T, D]: see `dspark.observe`
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.ends = [0] * batch_size  # positions of each row, the newest step's with it
-        self.started = False  # whether there is a step whose tokens can be taken back
+        self.heads: dict[float, tuple[torch.cuda.CUDAGraph, Tensor]] = {}  # temperature -> graph, and where its ids are
+        self.reset()
 
+    def _depth(self, e: Float[Tensor, "B T D"]) -> tuple[Float[Tensor, "B T n D"], Float[Tensor, "B T D"]]:
+        """Room for the depth state of a call: completed blocks, and the running sum."""
+        (B, T, D), n = e.shape, sum(layer.starts_block for layer in self.model.llm.layers)
+        return e.new_empty(B, T, n, D), torch.empty_like(e, dtype=wide(e[:0]).dtype)
+
+    @torch.inference_mode()
+    def reset(self) -> None:
+        """Forget all rows."""
+        for state in self.layers:
+            for name in CONVOLUTIONS:
+                getattr(state, name).zero_()
+        self._begin([0] * len(self.ids))
+
+    def _begin(self, ends: list[int]) -> None:
+        self.ends = list(ends)  # positions of each row, the newest step's with it
+        self.loose = [0] * len(ends)  # how many tokens of each row can be taken back
+        self.live = [True] * len(ends)  # rows that have not ended
+
+    @torch.inference_mode()
     def take(self, cache: Cache) -> None:
         """Continue from what a cache holds: its positions are copied to their places.
 
@@ -161,147 +264,267 @@ class DecodeStep:
                 f"decode step: the cache keeps {slots.keep} inputs of its convolutions, expected {inputs} for steps of "
                 f"{self.tokens} tokens: make it with a larger rollback than {cache.rollback}"
             )
+        lengths = torch.tensor(cache.lengths, device=self.ids.device)
         for state, old in zip(self.layers, cache.layers, strict=True):
-            for data, place in ((old.keys, state.keys), (old.values, state.values)):
-                if isinstance(data, Log):
-                    place[:, :, : cache.length] = data.data[:, :, : cache.length]
-                    continue
-                for row, length in enumerate(cache.lengths):
-                    begin = max(0, length - data.slots.history)
-                    slots = torch.arange(begin, length, device=place.device)
-                    entries = data.data[row, :, slots - data.slots.starts[row]]
-                    place[state.table[row, slots // self.page], :, slots % self.page] = entries.transpose(0, 1)
+            if isinstance(old.keys, Log):
+                for data, place in ((old.keys.data, state.keys), (old.values.data, state.values)):
+                    place[:, :, : cache.length] = data[:, :, : cache.length]
+            else:
+                slots = old.keys.slots
+                starts = torch.tensor(slots.starts, device=self.ids.device)
+                state.keep(lengths, min(slots.history, cache.length), old.keys.data, old.values.data, starts)
             for name in CONVOLUTIONS:
                 tail, place = getattr(old, name), getattr(state, name)
                 place.copy_(last(tail.data, tail.slots, cache.lengths, place.shape[1]))
-        self.ends = list(cache.lengths)
-        self.lengths.copy_(torch.tensor(self.ends))
-        self.rejected.zero_()
-        self.started = False
+        self._begin(cache.lengths)
 
-    def __call__(self, ids: Int[Tensor, "B T"], rejected: list[int] | None = None) -> Float[Tensor, "B T D"]:
+    @torch.inference_mode()
+    def prefill(
+        self,
+        ids: Int[Tensor, "B T"],
+        attention_mask: Bool[Tensor, "B T"] | None = None,
+        image_features: Float[Tensor, "tiles D"] | None = None,
+    ) -> Float[Tensor, "B D"]:
+        """Append tokens of prompts, any number; returns the hidden state of the last token of each row.
+
+        What `Inkling.forward` with a cache does, by the operations of a step; a prompt may come in chunks. A row
+        without a token in this call keeps its state, and its output means nothing.
+
+        Args:
+            attention_mask: true = token, false = padding, wherever it stands; None = all tokens.
+            image_features: of the image tokens of this call in order, row by row.
+
+        Raises:
+            InputError: for another number of rows, other integers, or no room for all T positions after each row. That
+                ids are in range is not checked.
+        """
+        B, T = self._check(ids)
+        counts, order = [T] * B, None
+        if attention_mask is not None:
+            order = (~attention_mask).to(torch.int8).argsort(dim=1, stable=True)
+            ids, counts = ids.gather(1, order), attention_mask.sum(dim=1).tolist()
+        if max(self.ends) + T > self.capacity:
+            raise InputError(f"decode step: {self.capacity} positions, expected room for {max(self.ends)} and {T} more")
+        model, llm, prompt = self.model, self.model.llm, Prompt(self.ends, counts, T, ids.device)
+        e = model._place_images(llm.embed_tokens(ids), ids, image_features, counts, None)
+        blocks, partial = self._depth(e)
+        partial.copy_(e)
+        eps, norms = model.config.text.rms_norm_eps, input_norms(llm.layers[0])
+        inputs = self.ops.mix_and_norm(e[:, :, None], None, norms, eps, model.dtype)
+        hidden = self._layers(inputs, blocks, partial, prompt)
+        self._begin([n + count for n, count in zip(self.ends, counts, strict=True)])
+        return hidden[torch.arange(B, device=ids.device), (prompt.counts - 1).clamp(min=0)]
+
+    def _check(self, ids: Tensor) -> torch.Size:
+        """The shape of sound ids."""
+        if ids.dtype not in (torch.int32, torch.int64):
+            raise InputError(f"decode step: ids are {ids.dtype}, expected integers")
+        if ids.dim() != 2 or len(ids) != len(self.ends) or not ids.numel():
+            raise InputError(f"decode step: ids {tuple(ids.shape)}, expected {len(self.ends)} rows of tokens")
+        if any(
+            s.weights[0].data_ptr() != l.attn.wq_du.weight.data_ptr()
+            for s, l in zip(self.layers, self.model.llm.layers, strict=True)
+        ):
+            raise InputError("decode step: the model's weights were replaced, expected a new DecodeStep after that")
+        return ids.shape
+
+    @torch.inference_mode()
+    def __call__(
+        self, ids: Int[Tensor, "B T"], rejected: list[int] | None = None, used: list[bool] | None = None
+    ) -> Float[Tensor, "B T D"]:
         """Append one step; returns the hidden states that enter the unembedding, in a place that the next step reuses.
 
         Args:
             rejected: for each row how many of the newest tokens of the step before do not count; None = none.
+            used: false for rows that have ended: they do not grow, and their outputs mean nothing. None = all are used.
 
         Raises:
-            InputError: for another shape or dtype, more taken back than the step before gave, no room left, or a model
-                whose projections are no longer those of the step. That ids are in range is not checked: it would wait
-                for the device.
+            InputError: for another shape or dtype, more taken back than the step before gave, a row that had ended
+                before, no room left, or a model whose projections are no longer those of the step. That ids are in
+                range is not checked: it would wait for the device.
         """
-        rejected = rejected or [0] * len(self.ends)
-        if ids.dtype not in (torch.int32, torch.int64):
-            raise InputError(f"decode step: ids are {ids.dtype}, expected integers")
-        if any(
-            s.weight.data_ptr() != l.attn.wq_du.weight.data_ptr()
-            for s, l in zip(self.layers, self.model.llm.layers, strict=True)
-        ):
-            raise InputError("decode step: the model's weights were replaced, expected a new DecodeStep after that")
-        most = self.tokens - 1 if self.started else 0
-        if ids.shape != self.ids.shape or len(rejected) != len(self.ends):
+        B, T = len(self.ends), self.tokens
+        rejected, used = rejected or [0] * B, used or [True] * B
+        if self._check(ids) != self.ids.shape or not B == len(rejected) == len(used):
             raise InputError(
                 f"decode step: ids {tuple(ids.shape)} and {len(rejected)} counts of rejected tokens, expected "
-                f"{tuple(self.ids.shape)} and {len(self.ends)}"
+                f"{tuple(self.ids.shape)} and {B}"
             )
-        if not all(isinstance(n, int) and 0 <= n <= most for n in rejected):
-            raise InputError(f"decode step: {rejected} tokens rejected, expected 0 to {most} of the step before")
-        begins = [end - n for end, n in zip(self.ends, rejected, strict=True)]
-        if max(begins) + self.tokens > self.capacity:
+        if not all(isinstance(n, int) and 0 <= n <= most for n, most in zip(rejected, self.loose, strict=True)):
             raise InputError(
-                f"decode step: {self.capacity} positions are full, expected room for {max(begins)} and "
-                f"{self.tokens} more"
+                f"decode step: {rejected} tokens rejected, expected at most {self.loose} of the step before"
+            )
+        if any(u and not live for u, live in zip(used, self.live, strict=True)):
+            raise InputError(f"decode step: rows in use {used}, expected none that had ended: {self.live}")
+        begins = [end - n for end, n in zip(self.ends, rejected, strict=True)]
+        longest = max((n for n, u in zip(begins, used, strict=True) if u), default=0)
+        if longest + T > self.capacity:
+            raise InputError(
+                f"decode step: {self.capacity} positions are full, expected room for {longest} and {T} more"
             )
         self.ids.copy_(ids)
-        self.lengths.copy_(torch.tensor(begins))
+        self.lengths.copy_(torch.tensor([n if u else -T for n, u in zip(begins, used, strict=True)]))
         self.rejected.copy_(torch.tensor(rejected))
         if self.graph is None:
             self.hidden = self.forward()
         else:
             self.graph.replay()
-        self.ends, self.started = [n + self.tokens for n in begins], True
+            self.taps = self.captured_taps
+        self.ends = [n + T * u for n, u in zip(begins, used, strict=True)]
+        self.loose, self.live = [(T - 1) * u for u in used], list(used)
         return self.hidden
 
+    @torch.inference_mode()
     def next_tokens(self, temperature: float = 0.0, seeds: Int[Tensor, " B"] | None = None) -> Int[Tensor, "B T"]:
         """The token that follows each of the newest step's: `fused.sample_head`, drawn by seed and position.
+
+        NOT_FINITE stands where the logits are not finite. After `capture` the ids are in a place that the next call at
+        this temperature reuses.
 
         Raises:
             InputError: for a temperature without seeds.
         """
-        if temperature != 0 and seeds is None:
-            raise InputError("next_tokens: a temperature needs seeds, expected one a row")
-        config, B, T = self.model.config.text, *self.ids.shape
-        positions = (self.lengths[:, None] + torch.arange(1, T + 1, device=self.ids.device)).flatten().long()
-        seeds = None if seeds is None else seeds.repeat_interleave(T)
-        weight, cap = self.model.llm.unembed.weight[: config.unpadded_vocab_size], config.final_logit_softcapping
-        drawn = {} if seeds is None else {"temperature": temperature, "seeds": seeds, "positions": positions}
-        return self.ops.sample_head(self.hidden.flatten(0, 1), weight, cap, **drawn).view(B, T)
+        if temperature != 0:
+            if seeds is None:
+                raise InputError("next_tokens: a temperature needs seeds, expected one a row")
+            self.seeds.copy_(seeds)
+        if self.graph is None:
+            return self._head(temperature)
+        if temperature not in self.heads:
+            self.heads[temperature] = captured(lambda: self._head(temperature))
+        graph, tokens = self.heads[temperature]
+        graph.replay()
+        return tokens
 
+    def _head(self, temperature: float) -> Int[Tensor, "B T"]:
+        config, (B, T), hidden = self.model.config.text, self.ids.shape, self.hidden.flatten(0, 1)
+        weight, cap = self.model.llm.unembed.weight[: config.unpadded_vocab_size], config.final_logit_softcapping
+        positions = (self.lengths[:, None] + torch.arange(1, T + 1, device=self.ids.device)).flatten().long()
+        drawn = {
+            "temperature": temperature,
+            "seeds": self.seeds[:, None].expand(-1, T).flatten(),
+            "positions": positions,
+        }
+        token = self.ops.sample_head(hidden, weight, cap, **(drawn if temperature else {}))
+        logit = (wide(hidden) * wide(weight[token])).sum(dim=-1)  # where any is NaN, the token of a NaN was chosen
+        return torch.where(logit.isfinite(), token, NOT_FINITE).view(B, T)
+
+    @torch.inference_mode()
     def capture(self) -> None:
         """From now on a step is the replay of one CUDA graph. The state stays as it is."""
         states = [getattr(state, name) for state in self.layers for name in CONVOLUTIONS]
         kept, lengths = [t.clone() for t in states], self.lengths.clone()
         self.lengths.fill_(-self.tokens)  # rows that are not in use: no slot of the cache is written
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # kernels are compiled, and what they derive from parameters is made
-            self.forward()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self.hidden = self.forward()
-        self.graph = graph
+        self.graph, self.hidden = captured(self.forward)
+        self.captured_taps, self.heads = self.taps, {}  # the heads of a graph before this one read its hidden states
         for t, before in zip([*states, self.lengths], [*kept, lengths], strict=True):
             t.copy_(before)
 
     def forward(self) -> Float[Tensor, "B T D"]:
         """The operations of one step, from `ids`, `lengths` and `rejected`; nothing waits for the device."""
-        llm, ops, eps, dtype = self.model.llm, self.ops, self.model.config.text.rms_norm_eps, self.model.dtype
-        positions = self.lengths[:, None] + torch.arange(self.tokens, device=self.ids.device)
-        e = llm.embed_tokens(self.ids)
-        self.partial.copy_(e)
-        inputs = ops.mix_and_norm(e[:, :, None], None, input_norms(llm.layers[0]), eps, dtype)
+        llm, eps = self.model.llm, self.model.config.text.rms_norm_eps
+        norms = input_norms(llm.layers[0])
+        inputs = self.ops.embed_and_norm(self.ids, llm.embed.weight, llm.embed_norm.weight, self.partial, norms, eps)
+        return self._layers(inputs, self.blocks, self.partial)
+
+    def _layers(
+        self,
+        inputs: list[Float[Tensor, "B T D"]],
+        blocks: Float[Tensor, "B T n D"],
+        partial: Float[Tensor, "B T D"],
+        prompt: Prompt | None = None,
+    ) -> Float[Tensor, "B T D"]:
+        """From what the first layer's attention reads to what enters the unembedding.
+
+        blocks, partial: the depth state, of which the running sum is there.
+        """
+        llm, ops, eps = self.model.llm, self.ops, self.model.config.text.rms_norm_eps
+        rejected = self.rejected if prompt is None else None
         # What reads the depth state after each layer: the next layer, and at the end the unembedding.
         readers = [(q, input_norms(layer)) for q, layer in zip(llm.attn_res.attn_queries, llm.layers[1:], strict=True)]
         readers.append((llm.attn_res.output_query, [llm.norm.weight]))
-        count = 0
+        count, self.taps = 0, {}
+        self._tap(0, blocks[:, :, :0], partial, None)
         layers = zip(llm.layers, self.layers, llm.attn_res.mlp_queries, readers, strict=True)
-        for layer, state, query, (next_query, norms) in layers:
-            y = self.attention(layer.attn, state, inputs, positions)
-            (h,) = ops.join_and_mix(
-                y, state.attention_conv, layer.attn_sconv.weight, self.blocks, self.partial, count, query,
-                [layer.mlp_norm.weight], eps, opens_block=layer.starts_block, rejected=self.rejected,
-            )  # fmt: skip
+        for i, (layer, state, query, (next_query, norms)) in enumerate(layers):
+            y = self.attention(layer.attn, state, inputs, prompt)
+            with rolled(state.attention_conv, (y,), prompt):
+                (h,) = ops.join_and_mix(
+                    y, state.attention_conv, layer.attn_sconv.weight, blocks, partial, count, query,
+                    [layer.mlp_norm.weight], eps, opens_block=layer.starts_block, rejected=rejected,
+                )  # fmt: skip
             count += layer.starts_block
-            inputs = ops.join_and_mix(
-                layer.mlp(h), state.mlp_conv, layer.mlp_sconv.weight, self.blocks, self.partial, count, next_query,
-                norms, eps, ends_layer=True, rejected=self.rejected,
-            )  # fmt: skip
+            z = layer.mlp(h)
+            with rolled(state.mlp_conv, (z,), prompt):
+                inputs = ops.join_and_mix(
+                    z, state.mlp_conv, layer.mlp_sconv.weight, blocks, partial, count, next_query, norms, eps,
+                    ends_layer=True, rejected=rejected,
+                )  # fmt: skip
+            self._tap(i + 1, blocks[:, :, :count], partial, next_query, inputs[0])
         return inputs[0]
 
+    def _tap(
+        self, place: int, blocks: Tensor, partial: Tensor, query: Tensor | None, hidden: Tensor | None = None
+    ) -> None:
+        """Keep what the drafter reads of the depth state number `place`, see `dspark.places`."""
+        config, L = self.tapped, len(self.layers)
+        for id in [] if config is None else [id for id, at in places(config, L).items() if at == place]:
+            if id == L and config.final_tap == "norm":
+                self.taps[id] = hidden
+            else:  # a copy: the running sum goes on in its place
+                depth = DepthState(blocks, partial.to(self.model.dtype, copy=True))
+                self.taps[id] = read_tap(config.tap == "mixed" or id == L, depth, query)
+
     def attention(
-        self, attn: Attention, state: LayerState, inputs: list[Float[Tensor, "B T D"]], positions: Int[Tensor, "B T"]
+        self,
+        attn: Attention,
+        state: LayerState,
+        inputs: list[Float[Tensor, "B T D"]],
+        prompt: Prompt | None = None,
     ) -> Float[Tensor, "B T D"]:
         """One layer's attention, from one normed input or from three."""
         a, ops = attn.sizes, self.ops
-        x = inputs[0]
-        q, r, gate, sink, *kv = F.linear(x, state.weight).split(state.sizes, dim=-1)
+        products = [
+            y.split(sizes, dim=-1) for y, sizes in zip(ops.project(inputs, state.weights), state.sizes, strict=True)
+        ]
         k_conv, v_conv, dynamic = attn.k_sconv, attn.v_sconv, {}
         if a.window is not None:
-            (k, v), k_taps, v_taps = kv, k_conv.weight, v_conv.weight
+            ((q, r, gate, sink, k, v),) = products
+            k_taps, v_taps = k_conv.weight, v_conv.weight
         else:
-            k, v, k_taps, v_taps = attn.wk_dv(inputs[1]), attn.wv_dv(inputs[2]), k_conv.static_w, v_conv.static_w
-            k_dynamic, v_dynamic = F.linear(inputs[1], k_conv.weight_proj), F.linear(inputs[2], v_conv.weight_proj)
-            shape = (a.num_key_value_heads, attn.kernel)
+            (q, r, gate, sink), (k, k_dynamic), (v, v_dynamic) = products
+            k_taps, v_taps, shape = k_conv.static_w, v_conv.static_w, (a.num_key_value_heads, attn.kernel)
             dynamic = {"k_dynamic": k_dynamic.unflatten(-1, shape), "v_dynamic": v_dynamic.unflatten(-1, shape)}
-        q, r = ops.prepare_qkv(
-            q, r, k, v, attn.q_l2_clip.scale, attn.rel_l2_clip.scale, k_taps, v_taps, attn.qk_threshold,
-            attn.r_threshold, attn.eps, state.keys, state.values, self.lengths, state.table, state.key_value_conv,
-            self.rejected, positions, a.log_scaling, **dynamic,
-        )  # fmt: skip
+        keys, values, lengths, table, rejected = state.keys, state.values, self.lengths, state.table, self.rejected
+        if prompt is not None:
+            keys, values, offsets, first_keys = prompt.open(state, a.window)
+            lengths, table, rejected = torch.tensor(offsets, dtype=torch.int32).to(q.device), None, None
+        with rolled(state.key_value_conv, (k, v), prompt):
+            q, r = ops.prepare_qkv(
+                q, r, k, v, attn.q_l2_clip.scale, attn.rel_l2_clip.scale, k_taps, v_taps, attn.qk_threshold,
+                attn.r_threshold, attn.eps, keys, values, lengths, table, state.key_value_conv, rejected,
+                log_scaling=a.log_scaling, **dynamic,
+            )  # fmt: skip
         profiles = attn.rel_logits_proj.proj
-        o = ops.attend_cache(q, state.keys, state.values, r, profiles, sink, gate, self.lengths, a.window, state.table)
-        return attn.wo_ud(o)
+        if prompt is None:
+            o = ops.attend_cache(q, keys, values, r, profiles, sink, gate, lengths, a.window, table)
+        else:
+            o = ops.attend(q, keys, values, r, profiles, sink, gate, offsets, a.window, first_keys)
+            prompt.close(state, a.window, keys, values)
+        return ops.project([o], [attn.wo_ud.weight])[0]
+
+
+def captured(run: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """What `run` launches as a CUDA graph, and the place of its result."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # kernels are compiled, and what they derive from parameters is made
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = run()
+    return graph, result
 
 
 def input_norms(layer: DecoderLayer) -> list[Float[Tensor, " D"]]:

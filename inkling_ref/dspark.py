@@ -46,7 +46,6 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.hooks import RemovableHandle
 
 from .attention import Named, l2_clip, relative_bias, scaled_l2_clip, softmax_with_sink
 from .cache import Log
@@ -58,40 +57,39 @@ from .residual import SOURCE_EPS, DepthState, RMSNorm, mix, rms, rms_norm, round
 # ---------------------------------------------------------------- taps
 
 
+def places(config: DSparkConfig, L: int) -> dict[int, int]:
+    """For each tap the depth state that it looks at: number i enters layer i, number L leaves the last layer."""
+    return {id: min(id + (config.tap == "after"), L) for id in config.target_layer_ids}
+
+
+def read_tap(is_mixture: bool, depth: DepthState, query: Tensor | None) -> Float[Tensor, "B T D"]:
+    """What a tap takes of a depth state: the running sum, or the mixture that `query` [D] or [3, D] makes there."""
+    if query is None or not is_mixture:  # the first layer reads its only source
+        return depth.partial
+    first = query.view(-1, query.shape[-1])[:1]  # of a full layer's three: the mixture its queries read
+    return rounded(mix(depth.sources(), first, SOURCE_EPS)[:, :, 0], depth.partial.dtype)
+
+
 @contextmanager
 def observe(model: Inkling, config: DSparkConfig) -> Iterator[dict[int, Float[Tensor, "B T D"]]]:
     """Within it, a forward pass of the target leaves its taps by layer id, a row's tokens first and padding last.
 
     Hooks, not code in the model: without a drafter, decoding does nothing for it.
     """
-    llm, taps, L = model.llm, {}, model.config.text.num_hidden_layers
+    llm, taps, L, handles = model.llm, {}, model.config.text.num_hidden_layers, []
 
-    def mixed(depth: DepthState, query: Tensor | None) -> Tensor:
-        if query is None:  # the first layer reads its only source
-            return depth.partial
-        first = query.view(-1, query.shape[-1])[:1]  # of a full layer's three: the mixture its queries read
-        return rounded(mix(depth.sources(), first, SOURCE_EPS)[:, :, 0], depth.partial.dtype)
+    def see(id: int, depth: DepthState, query: Tensor | None) -> None:
+        taps[id] = read_tap(config.tap == "mixed" or id == L, depth, query)
 
-    def entering(layer: int, id: int) -> RemovableHandle:
-        def hook(_: nn.Module, inputs: tuple) -> None:
-            depth, query = inputs[:2]
-            taps[id] = mixed(depth, query) if config.tap == "mixed" else depth.partial
-
-        return llm.layers[layer].register_forward_pre_hook(hook)
-
-    def leaving(layer: int, id: int, read: Callable[[DepthState], Tensor]) -> RemovableHandle:
-        return llm.layers[layer].register_forward_hook(lambda _, inputs, depth: taps.update({id: read(depth)}))
-
-    handles = []
-    for id in config.target_layer_ids:
+    for id, place in places(config, L).items():
         if id == L and config.final_tap == "norm":
-            handles.append(llm.register_forward_hook(lambda _, inputs, hidden: taps.update({L: hidden})))
-        elif id == L:
-            handles.append(leaving(L - 1, L, lambda depth: mixed(depth, llm.attn_res.output_query)))
-        elif config.tap == "after" and id >= 0:
-            handles.append(leaving(id, id, lambda depth: depth.partial))
+            handle = llm.register_forward_hook(lambda _, inputs, hidden: taps.update({L: hidden}))
+        elif place == L:
+            query = llm.attn_res.output_query
+            handle = llm.layers[-1].register_forward_hook(lambda _, inputs, depth, id=id, q=query: see(id, depth, q))
         else:
-            handles.append(entering(max(id, 0), id))
+            handle = llm.layers[place].register_forward_pre_hook(lambda _, inputs, id=id: see(id, *inputs[:2]))
+        handles.append(handle)
     try:
         yield taps
     finally:
@@ -243,7 +241,7 @@ class MarkovHead(nn.Module):
 
     def start(self, h: Float[Tensor, "*shape D"]) -> Float[Tensor, "*shape r"]:
         """s_0."""
-        return h.new_zeros(*h.shape[:-1], self.markov_w1.embedding_dim)
+        return h.new_zeros(*h.shape[:-1], self.markov_w1.weight.shape[1])
 
     def step(
         self, h: Float[Tensor, "*shape D"], previous: Int[Tensor, "*shape"], s: Float[Tensor, "*shape r"], used: int

@@ -1,8 +1,8 @@
 """Generation: from a prompt to new tokens, one at a time, or several with a drafter (see `speculative`).
 
-The prompt runs in one call, or in chunks, and fills a cache; then every call appends one token a row. Prompts are
-padded on the left, so that the last position of every call is the newest token of every row. A row that has ended stays
-in the batch as padding: it neither grows nor reaches a position beyond the context.
+The prompt runs in one call, or in chunks, and fills a cache, or a `DecodeStep`; then every call appends one token a
+row. Prompts are padded on the left, so that the last position of every call is the newest token of every row. A row
+that has ended stays in the batch as padding: it neither grows nor reaches a position beyond the context.
 """
 
 import operator
@@ -17,9 +17,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from .decode_step import NOT_FINITE, DecodeStep
 from .errors import InputError
 from .sampling import check_count, check_sampling, probabilities, sample
-from .speculative import NOT_FINITE, Drafting, DraftStats, Speculation
+from .speculative import Drafting, DraftStats, Speculation
+from .stepping import Stepping
 
 
 @dataclass
@@ -81,6 +83,7 @@ def generate(
     attention_mask: Any = None,
     prefill_chunk: int | None = None,
     on_token: Callable[[int, int], Any] | None = None,
+    step: DecodeStep | None = None,
 ) -> Generation:
     """Continue prompts.
 
@@ -99,13 +102,17 @@ def generate(
         attention_mask: shape of input_ids, true = token, false = padding, wherever it stands.
         prefill_chunk: read the prompt that many positions a call, to bound memory; the result is the same.
         on_token: called as on_token(row, token) for every new token.
+        step: of this model and as many rows: prompt and new tokens fill its places instead of a cache, and decoding is
+            `step.capture`d if it was before. One generation at a time. Tokens are chosen on the device, unless top_k or
+            top_p need all logits; those drawn of a seed are others than without a step. With a drafter made as
+            DecodeStep(..., tokens=1 + drafts of a round, taps=drafter.config).
 
     Raises:
         InputError: naming the argument that cannot be used, or the position whose logits are not finite.
     """
     steps = stream(
         model, input_ids, max_new_tokens, temperature, top_k, top_p, seed, eos_token_id,
-        pixel_values, image_grid_thw, drafter, attention_mask, prefill_chunk,
+        pixel_values, image_grid_thw, drafter, attention_mask, prefill_chunk, step,
     )  # fmt: skip
     for step in steps:
         if on_token is not None:
@@ -129,6 +136,7 @@ def stream(
     drafter: Any = None,
     attention_mask: Any = None,
     prefill_chunk: int | None = None,
+    step: DecodeStep | None = None,
 ) -> Stream:
     """`generate`, step by step: the arguments are checked at once, the model runs as the stream is read."""
     drafting = drafter if drafter is None or isinstance(drafter, Drafting) else Drafting(drafter)
@@ -155,13 +163,17 @@ def stream(
     else:
         raise InputError(f"seed is {seed!r}, expected an integer from -2**63 to 2**64 - 1")
 
-    speculation = None
+    most = [min(max_new_tokens, limit - len(prompt)) for prompt in rows]
+    speculation = stepping = seeds = None
     if drafting is not None:
         speculation = Speculation(model, drafting, len(rows), temperature, top_k, top_p, generator)
+    if step is not None:
+        needed = [len(prompt) + count for prompt, count in zip(rows, most, strict=True)]
+        stepping = Stepping(step, model, needed, drafting and drafting.drafter, speculation.width if drafting else 0)
+        seeds = torch.randint(2**63 - 1, (len(rows),), generator=generator, device=model.device)
 
     stats = Stats(prompt_tokens=sum(map(len, rows)), drafting=speculation and speculation.stats)
     result = Generation([[] for _ in rows], [None] * len(rows), stats)
-    most = [min(max_new_tokens, limit - len(prompt)) for prompt in rows]
 
     def end(row: int) -> None:
         """Notes why a row gets no further token, if so. Called before the row's next position is computed."""
@@ -182,13 +194,17 @@ def stream(
                 new = speculation.round(cache, chosen, room, eos)
                 chosen = torch.tensor([tokens[-1] if tokens else 0 for tokens in new], device=model.device)
             else:
-                if is_prefill:
-                    read = model if speculation is None else speculation.read
-                    cache, logits = _prefill(model, read, rows, pixel_values, image_grid_thw, prefill_chunk)
+                if stepping is not None and not is_prefill:
+                    chosen = _step(stepping, chosen, running, seeds, temperature, top_k, top_p, generator)
                 else:
-                    logits = _decode(model, chosen, cache, running)
-                assert logits.shape[-1] == config.unpadded_vocab_size  # padded rows of the vocabulary have no logits
-                chosen = _choose(logits, temperature, top_k, top_p, generator)
+                    if is_prefill:
+                        read = stepping or model if speculation is None else speculation.read
+                        cache = model.new_cache(len(rows), rollback=0) if stepping is None else stepping.begin()
+                        logits = _prefill(model, read, cache, rows, pixel_values, image_grid_thw, prefill_chunk)
+                    else:
+                        logits = _decode(model, chosen, cache, running)
+                    assert logits.shape[-1] == config.unpadded_vocab_size  # padded rows of the vocabulary have none
+                    chosen = _choose(logits, temperature, top_k, top_p, generator)
                 # Here, and nowhere else, a step waits for the device.
                 new = [[t] if is_running else [] for t, is_running in zip(chosen.tolist(), running, strict=True)]
             _count(result.stats, time.perf_counter() - start, sum(map(len, new)), is_prefill)
@@ -224,12 +240,13 @@ def _count(stats: Stats, seconds: float, new_tokens: int, is_prefill: bool) -> N
 def _prefill(
     model: Any,
     read: Callable,
+    cache: Any,
     rows: list[list[int]],
     pixel_values: Tensor | None,
     image_grid_thw: Tensor | None,
     chunk: int | None,
-) -> tuple[Any, Float[Tensor, "B V"]]:
-    """A cache that holds the prompts, and the logits after each. `read`: the model, or what stands around it."""
+) -> Float[Tensor, "B V"]:
+    """Fill a cache with the prompts; the logits after each. `read`: the model, or what stands around it."""
     T = max(map(len, rows))
     ids = torch.tensor([[0] * (T - len(row)) + row for row in rows], device=model.device)
     padding = torch.tensor([T - len(row) for row in rows], device=model.device)
@@ -246,7 +263,6 @@ def _prefill(
             raise InputError(f"images: the prompts have {wanted} image tokens, the images have {given} tiles")
         feature_at = places.flatten().cumsum(0).view_as(ids) - 1
 
-    cache = model.new_cache(len(rows), rollback=0)
     for start in range(0, T, chunk or T):
         part = slice(start, start + (chunk or T))
         logits = read(
@@ -256,7 +272,7 @@ def _prefill(
             image_features=None if features is None else features[feature_at[:, part][places[:, part]]],
             logits_to_keep=1,
         ).logits[:, -1]
-    return cache, logits
+    return logits
 
 
 @torch.inference_mode()
@@ -266,6 +282,25 @@ def _decode(model: Any, tokens: Int[Tensor, " B"], cache: Any, running: list[boo
     if not all(running):
         mask = torch.tensor(running, device=tokens.device)[:, None]
     return model(tokens[:, None], cache=cache, attention_mask=mask, logits_to_keep=1).logits[:, -1]
+
+
+@torch.inference_mode()
+def _step(
+    stepping: Stepping,
+    tokens: Int[Tensor, " B"],
+    running: list[bool],
+    seeds: Int[Tensor, " B"],
+    temperature: Real,
+    top_k: Real | None,
+    top_p: Real | None,
+    generator: torch.Generator,
+) -> Int[Tensor, " B"]:
+    """The next token of every row after one more token a row, as `_choose`; on the device, if that can choose."""
+    ids = tokens.clamp(min=0)[:, None]  # rows that have ended may bear no id
+    output = stepping.append(ids, [int(is_running) for is_running in running])
+    if top_k is None and top_p is None:
+        return stepping.step.next_tokens(temperature, seeds)[:, 0]
+    return _choose(output.logits[:, -1], temperature, top_k, top_p, generator)
 
 
 @torch.inference_mode()

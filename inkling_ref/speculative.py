@@ -23,6 +23,7 @@ a token is admitted must not depend on tokens after it (nor on itself: c_j is co
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from numbers import Real
@@ -33,11 +34,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from .decode_step import NOT_FINITE
 from .errors import InputError
 from .sampling import accept, accept_greedy, check_count, probabilities, sample
-
-NOT_FINITE = -1  # in place of a token: the target's logits there are NaN or infinite
-
+from .stepping import Stepping
 
 # ---------------------------------------------------------------- schedules
 
@@ -165,10 +165,14 @@ class Speculation:
     def read(self, input_ids: Int[Tensor, "B T"], *, cache: Any, **options: Any) -> Any:
         """Run the model on tokens that are certain, and tell the drafter."""
         before = list(cache.lengths)
-        with self.drafter.observe(self.model) as taps:
-            output = self.model(input_ids, cache=cache, **options)
+        with self._observe(cache) as taps:
+            model = cache if isinstance(cache, Stepping) else self.model
+            output = model(input_ids, cache=cache, **options)
         self._append(taps, cache, [new - old for new, old in zip(cache.lengths, before, strict=True)])
         return output
+
+    def _observe(self, cache: Any) -> AbstractContextManager[dict[int, Tensor]]:
+        return cache.observe() if isinstance(cache, Stepping) else self.drafter.observe(self.model)
 
     def _append(self, taps: Any, cache: Any, counts: list[int]) -> None:
         self.drafter.append(self.context, taps, counts)
@@ -201,9 +205,12 @@ class Speculation:
         is_token = torch.arange(n + 1) < counts[:, None]
         mask = None if is_token.all() else is_token.to(anchors.device)
         before = list(cache.lengths)
-        with self.drafter.observe(self.model) as taps:
+        with self._observe(cache) as taps:
             block = torch.cat([anchors[:, None], drafts], dim=1)
-            logits = self.model(block, cache=cache, attention_mask=mask).logits
+            if isinstance(cache, Stepping):
+                logits = cache.append(block, counts.tolist()).logits
+            else:
+                logits = self.model(block, cache=cache, attention_mask=mask).logits
         largest, best = logits.max(dim=-1)
         sound = largest.isfinite()
         limit = torch.tensor(widths, device=anchors.device)

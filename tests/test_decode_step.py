@@ -6,6 +6,8 @@ from helpers import logits, random_ids, random_model, relative_rms, unchecked
 
 from inkling_ref.backends import Backend
 from inkling_ref.decode_step import DecodeStep, StepBackend, step_backend
+from inkling_ref.draft_config import DSparkConfig
+from inkling_ref.dspark import observe
 from inkling_ref.errors import InputError
 from inkling_ref.fused import sample_head
 
@@ -29,13 +31,14 @@ def started(model, prefix=PREFIX, ids=None, **kwargs):
     return step, [row[:n].tolist() for row, n in zip(ids, prefix, strict=True)]
 
 
-def check(model, step, hidden, rows, T):
+def check(model, hidden, rows, T):
     """The step's hidden states against the whole texts, row by row, from nothing."""
     for row, text in enumerate(rows):
         expected = logits(model, torch.tensor([text]))[0, -T:]
         assert relative_rms(model.llm.logits(hidden[row : row + 1])[0], expected) < 1e-9
 
 
+@unchecked()
 @torch.inference_mode()
 def test_a_token_at_a_time_beyond_the_window_and_around_the_ring(model):
     step, rows = started(model)
@@ -45,10 +48,11 @@ def test_a_token_at_a_time_beyond_the_window_and_around_the_ring(model):
         hidden = step(ids)
         rows = [row + new.tolist() for row, new in zip(rows, ids, strict=True)]
         if i % 9 in (0, 5):
-            check(model, step, hidden, rows, 1)
+            check(model, hidden, rows, 1)
 
 
 @pytest.mark.parametrize("T", [2, 4])
+@unchecked()
 @torch.inference_mode()
 def test_drafts_that_are_refused_leave_no_trace(model, T):
     step, rows = started(model, tokens=T)
@@ -57,7 +61,7 @@ def test_drafts_that_are_refused_leave_no_trace(model, T):
         ids = random_ids(2, T, seed=50 + i)
         hidden = step(ids, rejected)
         rows = [row[: len(row) - n] + new.tolist() for row, n, new in zip(rows, rejected, ids, strict=True)]
-        check(model, step, hidden, rows, T)
+        check(model, hidden, rows, T)
         rejected = [i % T, (2 * i + 1) % T]
 
 
@@ -69,7 +73,67 @@ def test_starts_from_nothing(model):
         ids = random_ids(2, 3, seed=i)
         hidden = step(ids)
         rows = [row + new.tolist() for row, new in zip(rows, ids, strict=True)]
-        check(model, step, hidden, rows, 3)
+        check(model, hidden, rows, 3)
+
+
+@pytest.mark.parametrize("chunks", [[43], [17, 1, 25], [20, 23]], ids=str)
+@torch.inference_mode()
+def test_prompts_fill_the_places(model, chunks):
+    """Rows of 43, 3 and 19 tokens, padded on the left: whole chunks of padding, and rows beyond the window."""
+    lengths, T = [43, 3, 19], 2
+    assert model.config.text.sliding_window_size < 19
+    step, ids = DecodeStep(model, 3, 50, tokens=T, page=16), random_ids(3, 43, seed=3)
+    step(random_ids(3, T))  # of texts that are then forgotten
+    step.reset()
+    mask = torch.arange(43) >= 43 - torch.tensor(lengths)[:, None]
+    for part, is_token in zip(ids.split(chunks, dim=1), mask.split(chunks, dim=1), strict=True):
+        hidden = step.prefill(part, None if is_token.all() else is_token)
+    rows = [row[43 - n :].tolist() for row, n in zip(ids, lengths, strict=True)]
+    check(model, hidden[:, None], rows, 1)
+    rejected = [0, 0, 0]
+    for i in range(2):
+        ids = random_ids(3, T, seed=50 + i)
+        hidden = step(ids, rejected)
+        rows = [row[: len(row) - n] + new.tolist() for row, n, new in zip(rows, rejected, ids, strict=True)]
+        check(model, hidden, rows, T)
+        rejected = [1, 0, 1]
+
+
+@torch.inference_mode()
+def test_rows_that_have_ended_leave_the_others_alone(model):
+    step, rows = started(model, tokens=2)
+    for used in ([True, True], [True, False], [True, False]):
+        ids = random_ids(2, 2, seed=len(rows[0]))
+        hidden = step(ids, used=used)
+        rows = [row + new.tolist() if u else row for row, new, u in zip(rows, ids, used, strict=True)]
+        check(model, hidden[: sum(used)], rows[: sum(used)], 2)
+        assert step.ends == [len(row) for row in rows]
+    with pytest.raises(InputError, match=r"rows in use \[True, True\], expected none that had ended"):
+        step(random_ids(2, 2))
+    with pytest.raises(InputError, match=r"\[0, 1\] tokens rejected, expected at most \[1, 0\]"):
+        step(random_ids(2, 2), [0, 1], [True, False])
+
+
+@pytest.mark.parametrize(
+    "taps",
+    [
+        {"target_layer_ids": [-1, 0, 2, 3, 4]},
+        {"tap": "before", "target_layer_ids": [0, 1, 3, 4], "final_tap": "mix"},
+        {"tap": "mixed", "target_layer_ids": [0, 1, 3, 4], "final_tap": "mix"},
+    ],
+    ids=["after", "before", "mixed"],
+)
+@torch.inference_mode()
+def test_taps(model, taps):
+    config = DSparkConfig(**taps)
+    step, cache = DecodeStep(model, 2, 30, tokens=3, page=16, taps=config), model.new_cache(2)
+    for part in random_ids(2, 14, seed=4).split([11, 3], dim=1):
+        with observe(model, config) as expected:
+            model(part, cache=cache)
+        _ = step(part) if part.shape[1] == 3 else step.prefill(part)
+        assert step.taps.keys() == expected.keys()
+        for id, tap in expected.items():
+            assert relative_rms(step.taps[id], tap) < 1e-9, id
 
 
 @torch.inference_mode()
@@ -80,8 +144,8 @@ def test_the_model_stays_what_it_was():
     steps = [DecodeStep(model, 1, 20), DecodeStep(model, 2, 30)]
     assert torch.equal(logits(model, ids), before)
     assert held_bytes(model) == size
-    weights = [state.weight.data_ptr() for state in steps[0].layers]
-    assert [state.weight.data_ptr() for state in steps[1].layers] == weights  # joined once
+    weights = [[w.data_ptr() for w in state.weights] for state in steps[0].layers]
+    assert [[w.data_ptr() for w in state.weights] for state in steps[1].layers] == weights  # joined once
 
 
 @torch.inference_mode()
@@ -134,7 +198,7 @@ def test_refuses_what_does_not_fit(model):
     step, _ = started(model, capacity=13, tokens=2)
     with pytest.raises(InputError, match=r"ids \(2, 3\) and 2 counts"), unchecked():
         step(random_ids(2, 3))
-    with pytest.raises(InputError, match=r"\[1, 0\] tokens rejected, expected 0 to 0"):
+    with pytest.raises(InputError, match=r"\[1, 0\] tokens rejected, expected at most \[0, 0\]"):
         step(random_ids(2, 2), [1, 0])
     step(random_ids(2, 2))
     with pytest.raises(InputError, match="13 positions are full, expected room for 13 and 2 more"):

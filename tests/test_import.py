@@ -25,7 +25,7 @@ ORDER = [
     {"chat", "fused", "tensor_files"},
     {"checkpoint", "decode_step"},
     {"draft_files"},
-    {"sampling"},
+    {"sampling", "stepping"},
     {"speculative"},
     {"generation"},
     {"cli", "notebook"},

@@ -10,10 +10,12 @@ from ..errors import InputError
 from . import INTERPRETED
 from .attention import attend
 from .decode import attend_cache
+from .embedding import embed_and_norm
 from .experts import experts
 from .head import sample_head
 from .moe import route
 from .packing import pack_layer
+from .projections import project
 from .qkv import prepare_qkv
 from .residual import join_and_mix, mix_and_norm
 from .short_conv import dynamic_short_conv, short_conv
@@ -46,5 +48,12 @@ def triton_step_backend() -> StepBackend:
     """
     model = triton_backend()
     ops = {field.name: getattr(model, field.name) for field in fields(Backend)}
-    fused = {"prepare_qkv": prepare_qkv, "attend_cache": attend_cache, "join_and_mix": join_and_mix}
-    return StepBackend(**ops, **fused, sample_head=sample_head)
+    return StepBackend(
+        **ops,
+        embed_and_norm=embed_and_norm,
+        project=project,
+        prepare_qkv=prepare_qkv,
+        attend_cache=attend_cache,
+        join_and_mix=join_and_mix,
+        sample_head=sample_head,
+    )

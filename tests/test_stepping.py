@@ -1,0 +1,154 @@
+"""Generation on a decoding step writes what it writes with a cache."""
+
+import pytest
+import torch
+from helpers import random_ids, random_model, unchecked
+from test_dspark import GAMMA, OPTIONS, PROMPTS, make, scripted
+from test_generation import image_prompt
+
+from inkling_ref import DecodeStep, Drafter, Drafting, InputError, Threshold, generate
+
+LONG = [*PROMPTS, random_ids(23, seed=5).tolist()]  # of 7, 1, 12 and 23 tokens: beyond the window of 8
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_model()
+
+
+def step_of(model, rows=4, capacity=60, tokens=1, **kwargs):
+    return DecodeStep(model, rows, capacity, tokens, page=16, **kwargs)
+
+
+@unchecked()
+def test_greedy_text_is_the_same(model):
+    plain = generate(model, LONG, 20)
+    eos = [plain.tokens[0][4], plain.tokens[2][11]]  # rows end at different places, and others go on
+    step = step_of(model)
+    for options in ({}, {"prefill_chunk": 5}, {"eos_token_id": eos}, {"max_new_tokens": 1}):
+        expected = generate(model, LONG, **{"max_new_tokens": 20, **options})
+        result = generate(model, LONG, **{"max_new_tokens": 20, **options}, step=step)
+        assert result.tokens == expected.tokens
+        assert result.stop_reason == expected.stop_reason
+        assert result.stats.decode_steps == expected.stats.decode_steps
+    assert generate(model, LONG, 20, temperature=1.0, top_k=1, step=step).tokens == plain.tokens
+    assert generate(model, LONG, 20, temperature=1e-5, seed=3, step=step).tokens == plain.tokens
+
+
+@unchecked()
+def test_drawn_text_depends_on_the_seed_alone(model):
+    step = step_of(model)
+    first, again, other = (generate(model, LONG, 9, 1.0, seed=seed, step=step).tokens for seed in (5, 5, 6))
+    assert first == again != other
+    row = step_of(model, rows=1)
+    one = generate(model, LONG[0], 9, 1.0, seed=5, step=row).tokens
+    same = [generate(model, LONG[:2], 9, 1.0, seed=5, step=step_of(model, 2)).tokens[0]]
+    assert one == same  # its seed is the first drawn, whoever else is there
+
+
+@unchecked()
+def test_drawn_tokens_follow_the_distribution():
+    """1,000 rows of one prompt: the second token, drawn on the device, against the target's probabilities."""
+    model = random_model()
+    step, prompt = step_of(model, 1000, 7), [3, 1, 4, 1, 5]
+    tokens = torch.tensor(generate(model, [prompt] * 1000, 2, 1.0, seed=1, step=step).tokens)
+    first = tokens[:, 0].mode().values
+    drawn = tokens[tokens[:, 0] == first, 1]
+    with torch.inference_mode():
+        p = model(torch.tensor([[*prompt, int(first)]])).logits[0, -1].softmax(-1)
+    counts = torch.bincount(drawn, minlength=len(p))
+    common = p * len(drawn) >= 5
+    cells = [(counts[common], p[common]), (counts[~common].sum()[None], p[~common].sum()[None])]
+    expected = torch.cat([q for _, q in cells]) * len(drawn)
+    statistic = ((torch.cat([c for c, _ in cells]) - expected).square() / expected).sum()
+    dof = torch.tensor((len(expected) - 1) / 2)
+    assert len(drawn) > 99
+    assert torch.special.gammaincc(dof, statistic / 2) > 0.01
+
+
+@unchecked()
+@pytest.mark.parametrize("script", [[0], [GAMMA], [0, 1, 2, 3, 4, 4, 0, 3]], ids=["none", "all", "changing"])
+def test_drafts_change_nothing_at_temperature_zero(model, script):
+    drafter, plain = scripted(model, LONG, 17, script)
+    step = step_of(model, tokens=GAMMA + 1, taps=drafter.config)
+    result = generate(model, LONG, 17, drafter=drafter, step=step)
+    drafter.lengths.clear()
+    expected = generate(model, LONG, 17, drafter=drafter)
+    assert result.tokens == plain == expected.tokens
+    assert (result.stats.drafting.accepted, result.stats.drafting.checked) == (
+        expected.stats.drafting.accepted, expected.stats.drafting.checked,
+    )  # fmt: skip
+
+
+class Recording(Drafter):
+    """Keeps what it drafted."""
+
+    def propose(self, *args):
+        proposal = super().propose(*args)
+        self.proposed.append(proposal.tokens)
+        return proposal
+
+
+@unchecked()
+@pytest.mark.parametrize("name", ["inkling", "before", "mixed", "embedding"])
+def test_the_drafter_sees_the_same_taps(model, name):
+    """Its drafts, which depend on them, are the same in every round; some rounds check fewer than they could."""
+    drafter = make(model, Recording, **OPTIONS[name])
+    drafting, runs = Drafting(drafter, num_tokens=GAMMA - 1, schedule=Threshold(0.5)), []
+    for step in (None, step_of(model, tokens=GAMMA, taps=drafter.config)):
+        drafter.proposed = []
+        result = generate(model, LONG, 13, drafter=drafting, prefill_chunk=9, step=step)
+        runs.append((result.tokens, [tokens.tolist() for tokens in drafter.proposed]))
+    assert runs[0] == runs[1]
+    assert len(drafter.proposed) > 4
+
+
+@unchecked()
+def test_drafts_and_a_temperature(model):
+    drafter = make(model)
+    step = step_of(model, tokens=GAMMA + 1, taps=drafter.config)
+    drawn = [generate(model, LONG, 9, 0.9, seed=s, drafter=drafter, step=step).tokens for s in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+@unchecked()
+def test_images(model):
+    parts = [image_prompt(model, (2, 3), 1), image_prompt(model, (1, 2), 2)]
+    images = {"pixel_values": torch.cat([p[1] for p in parts]), "image_grid_thw": torch.cat([p[2] for p in parts])}
+    rows, step = [p[0] for p in parts], step_of(model, 2)
+    expected = generate(model, rows, 6, **images).tokens
+    for chunk in (None, 4):
+        assert generate(model, rows, 6, **images, prefill_chunk=chunk, step=step).tokens == expected
+
+
+def test_logits_that_are_not_finite_are_named():
+    model = random_model()
+    step, prompts = step_of(model, 2), LONG[:2]
+    written = next(t for t in generate(model, prompts, 9).tokens[1][1:-1] if t not in prompts[0] + prompts[1])
+    model.llm.embed.weight[written] = float("nan")
+    for temperature in (0.0, 1e-5):
+        messages = []
+        for options in ({}, {"step": step}):
+            with pytest.raises(InputError, match=r"not finite in row \d at position") as error:
+                generate(model, prompts, 9, temperature, seed=1, **options)
+            messages.append(str(error.value))
+        assert messages[0] == messages[1]
+
+
+@unchecked()
+def test_refuses_what_does_not_fit(model):
+    step, drafter = step_of(model, 2, 16), make(model)
+    prompts = [[1, 2, 3], [4, 5]]
+    assert len(generate(model, prompts, 14, step=step).tokens[0]) == 14  # positions 0 to 15: the last token is not read
+    for options, message in (
+        ({"model": random_model()}, "made for another model object"),
+        ({"input_ids": [[1]]}, "made for 2 rows, expected 1 as there are prompts"),
+        ({"max_new_tokens": 15}, "16 positions, expected 17 for these prompts"),
+        ({"drafter": drafter}, r"without this drafter's taps, expected DecodeStep\(..., taps=drafter.config\)"),
+        (
+            {"drafter": drafter, "step": step_of(model, 2, 16, GAMMA, taps=drafter.config)},
+            f"reads {GAMMA} tokens, expected {GAMMA + 1}",
+        ),
+    ):
+        with pytest.raises(InputError, match=message):
+            generate(**{"model": model, "input_ids": prompts, "max_new_tokens": 9, "step": step, **options})
