@@ -32,6 +32,7 @@ import sys
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import groupby
 from math import comb
 from typing import Any
 
@@ -420,6 +421,36 @@ def scaling(config: InklingConfig | None = None) -> list[dict[str, Any]]:
     return table
 
 
+def tables(rows: list[dict[str, Any]]) -> dict[str, list[tuple[str, ...]]]:
+    """What `scaling` found, as three tables of texts: heads first, then rows that begin with the plan.
+
+    on keys: of the number before, attention over the cached keys. busy: each layer waits for its busiest rank.
+    weights, cache of one sequence: GB; fit: sequences. SP: sequence parallel. + s: the collectives on top, without it.
+    """
+    step = [("plan", "weights", "calls", "MB sent", "NCCL ms", "push ms")]
+    decode = [("plan", "context", "GFLOP", "on keys", "GB", "on keys", "cache", "fit", "ms", "busy ms")]
+    prompt = [("plan", "tokens", "TFLOP", "on keys", "TB", "s", "busy s", "SP s", "calls", "GB sent", "+ s")]
+    for row in rows:
+        first, e, fast = (row["plan"], f"{row['context'] // 1024}K"), row["decode"], row["fast"]
+        if row["context"] == rows[0]["context"]:
+            numbers = (row["weights"] / 1e9, e.calls, e.sent / 1e6, *(1e3 * x.collective_seconds for x in (e, fast)))
+            step.append((row["plan"], *map(_digits, numbers)))
+        over_keys = e.work["attention over keys"]
+        numbers = [x / 1e9 for x in (e.flops, over_keys.flops, e.bytes, over_keys.bytes, row["cache"])]
+        numbers += [row["sequences"], 1e3 * e.compute_seconds, 1e3 * e.busiest_seconds]
+        decode.append((*first, *map(_digits, numbers)))
+        e, cut = row["prefill"], row["by token"]
+        numbers = [x / 1e12 for x in (e.flops, e.work["attention over keys"].flops, e.bytes)]
+        numbers += [e.compute_seconds, e.busiest_seconds, cut and cut.compute_seconds]
+        prompt.append((*first, *map(_digits, (*numbers, e.calls, e.sent / 1e9, e.collective_seconds))))
+    return {"collectives of a step": step, "decoding at batch 1": decode, "reading a prompt": prompt}
+
+
+def _digits(x: int | float | None) -> str:
+    """Three digits, or all before the point."""
+    return "–" if x is None else f"{x:.3g}" if abs(x) < 999.5 else f"{x:.0f}"
+
+
 def sequence_gain(tp: int, config: InklingConfig | None = None, **options: Any) -> tuple[float, float]:
     """What sequence parallelism takes off a prefill of 8,192 tokens: without collectives, and with all exposed."""
     config = config or InklingConfig.small()
@@ -428,42 +459,26 @@ def sequence_gain(tp: int, config: InklingConfig | None = None, **options: Any) 
 
 
 def main() -> None:
-    """Print the table, and the gain of sequence parallelism."""
+    """Print the tables, and the gain of sequence parallelism."""
     print("Small on H200s, on paper: one rank, uniform routing, no overlap, no launches.")
-    print("attn: of it, attention over keys; busy: each layer waits for its busiest rank;")
-    print("+ s: NCCL's collectives; by token: sequence parallel. With DP: one group's.")
+    print("on keys: of that, attention over keys. busy: each layer waits for its busiest.")
+    print("weights, cache of a sequence: GB; fit: sequences. SP: sequence parallel. + s:")
+    print("NCCL's collectives, without it. With DP: one group's. A collective takes")
     per_call = ", ".join(f"{name} {1e6 * alpha:g} us" for name, alpha in ALPHAS.items())
-    print(f"A collective: {per_call};\n{Link().usable:.0%} of {Link().bandwidth / 1e9:g} GB/s", end=", ")
-    print(f"between hosts {1e6 * NETWORK.alpha:g} us and {NETWORK.usable:.0%} of {NETWORK.bandwidth / 1e9:g} GB/s.")
-    rows = scaling()
-    for name in PLANS:
-        of_plan = [row for row in rows if row["plan"] == name]
-        step, fast = (of_plan[0][which] for which in ("decode", "fast"))
-        print(f"\n{name}: {of_plan[0]['weights'] / 1e9:.1f} GB of weights")
-        slow = f"{1e3 * step.collective_seconds:.2f} ms (NCCL), {1e3 * fast.collective_seconds:.2f} ms (Lamport push)"
-        print(f"batch 1: {fast.calls:.0f} collectives a step, {fast.sent / 1e6:.2f} MB sent:\n{slow}")
-        _print("context", "cache GB", "fit", "GFLOP", "attn", "GB", "attn", "ms", "busy ms")
-        for row in of_plan:
-            e = row["decode"]
-            over_keys, ms = e.work["attention over keys"], (1e3 * e.compute_seconds, 1e3 * e.busiest_seconds)
-            work = (e.flops / 1e9, over_keys.flops / 1e9, e.bytes / 1e9, over_keys.bytes / 1e9)
-            _print(f"{row['context'] // 1024}K", row["cache"] / 1e9, f"{row['sequences']}", *work, *ms)
-        _print("prefill", "TFLOP", "attn", "GB", "s", "busy s", "calls", "GB sent", "+ s")
-        for row in of_plan:
-            for label, e in ((f"{row['context'] // 1024}K", row["prefill"]), ("by token", row["by token"])):
-                if e is not None:
-                    work = (e.flops / 1e12, e.work["attention over keys"].flops / 1e12, e.bytes / 1e9)
-                    sent = (f"{e.calls:.0f}", e.sent / 1e9, e.collective_seconds)
-                    _print(label, *work, e.compute_seconds, e.busiest_seconds, *sent)
-    print("\nprefill of 8,192 tokens by token: what it saves")
+    print(f"{per_call}; {Link().usable:.0%} of {Link().bandwidth / 1e9:g} GB/s;")
+    print(f"between hosts {1e6 * NETWORK.alpha:g} us, {NETWORK.usable:.0%} of {NETWORK.bandwidth / 1e9:g} GB/s.")
+    for name, (heads, *rows) in tables(scaling()).items():
+        print(f"\n{name}")
+        is_long = len(rows) > len(PLANS)  # then a plan has a line of its own
+        for plan, of_plan in groupby((heads, *rows), lambda row: row[0]):
+            if is_long and plan in PLANS:
+                print(plan)
+            for _, *cells in of_plan:
+                print(("" if is_long else f"{plan:37}") + "".join(f"{cell:>8}" for cell in cells))
+    print("\nprefill of 8,192 tokens: what sequence parallelism saves")
     for tp, published in ((4, 22), (8, 26)):
         hidden, exposed = sequence_gain(tp)
         print(f"TP{tp}: {hidden:.0%} if all collectives hide, {exposed:.0%} if none does; published {published}%")
-
-
-def _print(label: str, *cells: str | float) -> None:
-    texts = [cell if isinstance(cell, str) else f"{cell:.3g}" if abs(cell) < 999.5 else f"{cell:.0f}" for cell in cells]
-    print(f"{label:>8}" + "".join(f"{text:>9}" for text in texts))
 
 
 if __name__ == "__main__":
