@@ -301,13 +301,13 @@ def bench(
         ),
     ] = None,
     against: Annotated[
-        str | None, typer.Option(help="Of the kernels: some of reference,compile,sdpa,flex; default: all.")
+        str | None, typer.Option(help="Of the kernels: some of reference,compile,sdpa,flex,transformers; default: all.")
     ] = None,
     peer: Annotated[
         list[str] | None,
         typer.Option(
-            help="A further arm, module:function, with the arguments of the OP's reference (not for step, flex_*: they "
-            "have none); repeatable."
+            help="A further arm, module:function, with the arguments of the OP's reference (not for layer, step, "
+            "flex_*: they have none); repeatable."
         ),
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the kernels' times to this file too.")] = None,

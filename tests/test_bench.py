@@ -3,14 +3,19 @@
 import json
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import random_model, unchecked
 
-from inkling_ref import cli
-from inkling_ref.measure.bench import harness, runner
+from inkling_ref import checkpoint, cli
+from inkling_ref.config import FULL, SLIDING, InklingConfig, TextConfig
+from inkling_ref.measure import cost
+from inkling_ref.measure.bench import harness, layer, runner, step
 from inkling_ref.measure.bench.__main__ import GROUPS
 from inkling_ref.measure.bench.harness import Bench, attention_flops, key_value_bytes
+from inkling_ref.measure.bench.layer import Case
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
@@ -81,9 +86,13 @@ def test_time_that_runs_out(child, capsys, tmp_path):
 WRONG = {
     "op": (["speed"], r"bench: 'speed', expected some of decode, .*"),
     "two ops": (["residual", "dspark"], r"bench: 'dspark', expected some of decode, .*"),
-    "against": (["--against", "cudnn"], r"--against: 'cudnn', expected some of reference, compile, sdpa, flex"),
+    "against": (
+        ["--against", "cudnn"],
+        r"--against: 'cudnn', expected some of reference, compile, sdpa, flex, transformers",
+    ),
     "peer of all": (["--peer", "math:sqrt"], r"--peer: .*, expected exactly one group"),
     "peer of step": (["step", "--peer", "math:sqrt"], r"--peer: 'step' has no reference .*, expected another group"),
+    "peer of layer": (["layer", "--peer", "math:sqrt"], r"--peer: 'layer' has no reference .*, expected another group"),
     "peer module": (["residual", "--peer", "no_such:f"], r"--peer no_such:f: No module named .*"),
     "peer name": (["residual", "--peer", "math:no_such"], r"--peer math:no_such: .*, expected module:function"),
     "peer syntax": (["residual", "--peer", "math"], r"--peer math: .*expected module:function"),
@@ -111,6 +120,27 @@ def test_the_groups_run_in_order_of_importance(monkeypatch):
     names = list(GROUPS)
     assert runner.check([names[3], names[1]], [], []) == [names[1], names[3]]
     assert runner.check([], [], []) == names
+
+
+def test_launched_calls_are_timed_in_rounds(monkeypatch):
+    """Nine rounds, or three of calls that take long; a warm-up before them."""
+    for milliseconds, rounds in ((20.0, 9), (100.0, 5), (400.0, 3)):
+        event = lambda ms=milliseconds, **_: SimpleNamespace(  # noqa: E731
+            record=lambda: None, synchronize=lambda: None, elapsed_time=lambda _: ms
+        )
+        monkeypatch.setattr(torch.cuda, "Event", event)
+        called = []
+        taken = harness.launched_seconds([lambda called=called: called.append(1)] * 2)
+        assert taken == pytest.approx(milliseconds * 1e-3 / 2)
+        assert len(called) == 2 * (1 + rounds)
+
+
+def test_the_error_of_a_typical_token():
+    exact = torch.ones(2, 5, 3)
+    actual = exact * torch.tensor([1.25, 1.25, 1.25, 9.0, 1.25])[:, None]
+    assert harness.typical_rms(actual, exact) == pytest.approx(0.25)
+    actual[1, 2, 0] = torch.nan
+    assert harness.typical_rms(actual, exact) != harness.typical_rms(actual, exact)
 
 
 def test_peers_run_where_asked_for():
@@ -162,3 +192,114 @@ def test_costs_are_those_of_the_cost_model():
     assert attention_flops(T, T, W) == H * (4 * d + 2 * R) * pairs
     assert attention_flops(T, T, None) == H * (4 * d * T * (T + 1) // 2 + 2 * R * pairs)
     assert key_value_bytes(1, 65536) == 2 * 65536 * 128 * 2
+
+
+# ---- whole layers and steps: every arm on a CPU, with a clock that says 1 ms
+
+TINY = TextConfig(
+    num_hidden_layers=2, layer_types=[SLIDING, FULL], vocab_size=97, unpadded_vocab_size=89, hidden_size=64,
+    num_attention_heads=6, num_key_value_heads=3, head_dim=10, swa_num_attention_heads=4, swa_num_key_value_heads=2,
+    swa_head_dim=12, sliding_window_size=15, d_rel=5, rel_extent=17, moe_intermediate_size=32, n_routed_experts=11,
+    num_experts_per_tok=3, eos_token_id=None,
+)  # fmt: skip
+TRANSFORMERS = [f"transformers, {mode}" for mode in ("grouped_mm", "batched_mm", "eager")]
+DECODING = ["triton", *TRANSFORMERS, "eager", "eager graph, grouped_mm experts"]
+COMPILED = ["compiled graph, grouped_mm experts", "compiled, reduce-overhead"]
+
+
+@pytest.fixture
+def bench(monkeypatch, capsys):
+    """A bench that measures here, and what it has printed."""
+    monkeypatch.setattr(harness, "launched_seconds", lambda calls: [call() for call in calls[:2]] and 1e-3)
+    compiled = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, dynamic, mode="": compiled(f, dynamic=dynamic, backend="eager"))
+    bench = Bench(prepare=True)
+    bench.prepare, bench.copy, bench.matrix = False, 1e12, 1e12
+    bench.rows = lambda: [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    return bench
+
+
+def arms(rows):
+    """Names of the arms that ran, by case."""
+    names: dict[str, list[str]] = {}
+    for row in rows:
+        assert "failed" not in row, row
+        names.setdefault(row["case"], []).append(row["arm"])
+    return names
+
+
+@torch.inference_mode()
+def test_all_ways_to_run_two_layers_give_the_same(bench):
+    """Their caches too: filled alike, and read from where ours reads."""
+    cases = [Case(1, 61), Case(3, 57), Case(1, 0, 40), Case(2, 70, 4)]
+    layer.bench_layer(bench, TINY, cases, "torch", torch.float32, "cpu")
+    rows = bench.rows()
+    decoding = {f"2 layers, NVFP4, {case} keys": DECODING for case in ("1 x 1, 61", "3 x 1, 57", "2 x 4, 70")}
+    assert arms(rows) == decoding | {
+        "2 layers, MXFP8, 1 x 1, 61 keys": ["triton"],
+        "2 layers, MXFP8, 3 x 1, 57 keys": ["triton"],
+        "2 layers, NVFP4, prefill of 40": ["triton", *TRANSFORMERS, "eager", "eager, grouped_mm experts"],
+    }
+    assert [row["arm"] for row in rows if "error" not in row] == ["triton"] * 6
+    assert all(row.get("error", 0) < 1e-6 for row in rows)
+    assert all(row["us"] == 1000 for row in rows)
+
+
+@torch.inference_mode()
+def test_what_is_compiled_gives_the_same(bench):
+    bench.against = ["compile"]
+    with unchecked():  # shapes are checked by code that cannot be compiled
+        layer.bench_layer(bench, TINY, [Case(1, 61, compiled=True), Case(1, 59)], "torch", torch.bfloat16, "cpu")
+    rows = bench.rows()
+    assert arms(rows)["2 layers, NVFP4, 1 x 1, 61 keys"] == ["triton", *COMPILED]
+    assert arms(rows)["2 layers, NVFP4, 1 x 1, 59 keys"] == ["triton"]
+    assert all(row["error"] < 2e-2 for row in rows if row["arm"] in COMPILED)
+
+
+@torch.inference_mode()
+def test_a_step_of_nano_has_a_head(bench, monkeypatch):
+    """All of them choose a token, and the head counts as what must be read; pictures are left out."""
+    model, case = random_model(dtype=torch.bfloat16), Case(1, 50)
+    monkeypatch.setattr(checkpoint, "load", lambda *_, **__: model)
+    monkeypatch.setattr(step, "CASES", (case,))
+    step.bench_step(bench, "torch", torch.bfloat16, "cpu")
+    rows = bench.rows()
+    assert arms(rows) == {"nano step, 1 x 1, 50 keys": DECODING}
+    assert all(row.get("error", 0) < 2e-2 for row in rows)
+    with_head, without = (layer.limits(model, case, head)[0] for head in (True, False))
+    assert with_head == without + model.llm.unembed.weight.nbytes
+
+
+@torch.inference_mode()
+def test_arms_that_cannot_run_say_why_once(bench, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    layer.bench_layer(bench, TINY, [Case(1, 61), Case(1, 59)], "torch", torch.float32, "cpu")
+    (failed,) = (row for row in bench.rows() if "failed" in row)
+    assert failed["arm"] == "transformers"
+    assert "transformers" in failed["failed"]
+    bench.against = ["reference"]
+    layer.bench_layer(bench, TINY, [Case(1, 61, compiled=True)], "torch", torch.float32, "cpu")
+    names = arms(bench.rows())["2 layers, NVFP4, 1 x 1, 61 keys"]
+    assert names == ["triton", "eager", "eager graph, grouped_mm experts"]
+
+
+@torch.inference_mode()
+def test_preparation_makes_no_dense_experts(monkeypatch, capsys):
+    """They would not fit beside the other groups, and only the kernels need it."""
+    monkeypatch.setattr(layer, "dequantized", None)
+    layer.bench_layer(Bench(prepare=True), TINY, [Case(1, 61)], "torch", torch.float32, "cpu")
+    assert capsys.readouterr().out == ""
+
+
+def test_the_limit_of_two_layers_is_the_published_roofline():
+    """0.17 ms at one token after 1,024, at 4.2 TB/s, from tensors without memory."""
+    with torch.device("meta"):
+        model = layer.Inkling(InklingConfig(layer.SMALL, vision=None)).cast(torch.bfloat16)
+        for block in model.llm.layers:
+            for name, rows, columns in (("w13_weight", 4608, 4608), ("w2_weight", 4608, 2304)):
+                layer.put(block.mlp.experts, name, layer.random_matrix("nvfp4", 384, rows, columns, "meta"))
+    nbytes = layer.limits(model, Case(1, 1024), head=False)[0]
+    assert nbytes / 4.2e12 == pytest.approx(0.17e-3, rel=0.02)
+    nbytes, flops = layer.limits(model, Case(1, 0, 8192), head=False)
+    assert nbytes > 14e9  # every expert
+    assert flops == cost.flops(model.config, 8192, 8192).total()

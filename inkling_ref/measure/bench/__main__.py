@@ -16,6 +16,7 @@ from .experts import bench_experts
 from .flex import bench_flex_decode, bench_flex_prefill
 from .harness import KINDS, Bench
 from .head import bench_draft, bench_head
+from .layer import bench_layer
 from .moe import bench_router, bench_swiglu
 from .prefill import bench_prefill
 from .projections import bench_projections
@@ -36,13 +37,14 @@ GROUPS = {  # the most important first: the last ones go without, where time is 
     "router": bench_router,
     "head": bench_head,
     "experts": bench_experts,
-    "step": bench_step,
     "batches": bench_batches,
     "draft": bench_draft,
     "swiglu": bench_swiglu,
     "flex_decode": bench_flex_decode,
+    "layer": bench_layer,  # whole layers and steps compile for long
+    "step": bench_step,
 }
-WITHOUT_REFERENCE = {"step", "flex_prefill", "flex_decode"}  # no op that a peer could stand for
+WITHOUT_REFERENCE = {"layer", "step", "flex_prefill", "flex_decode"}  # no op that a peer could stand for
 
 
 def main() -> None:
