@@ -3,7 +3,7 @@
 All arms have the same random weights: NVFP4 experts, as 40 of Small's 48 layers have them, packed for the kernels and
 dequantised to bfloat16 for the others (two rows show MXFP8, the other eight's). Embedding included, head excluded.
 
-- triton: a decoding step of `decode_step` as one CUDA graph; a prefill is launched operation by operation.
+- triton: a step of `decode_step` as one CUDA graph; its prefill, launched operation by operation.
 - eager: the reference with its growing cache.
 - eager, grouped_mm experts: PyTorch's grouped product instead of the reference's loop over experts. Nothing waits for
   the device then, so a step (of fixed addresses, its length known to the host) is one CUDA graph.
@@ -204,38 +204,44 @@ def growing(model: Inkling, cache: Cache, ids: Tensor, head: bool) -> Callable[[
     return call
 
 
-def fixed(step: DecodeStep, cache: Cache, ids: Tensor, head: bool, compiled: bool = False) -> Callable[[], Tensor]:
-    """A step after that cache, on a GPU as one CUDA graph. The first call is right; convolutions roll on at each."""
+def step_of(
+    model: Inkling, cache: Cache, ids: Tensor, head: bool, known: bool = False, compiled: bool = False
+) -> Callable[[], Tensor]:
+    """A step of fixed addresses, on a GPU as one CUDA graph. The first call is right; convolutions roll on at each.
+
+    known: the reference's, with the length known to the host.
+    """
+    ops = StepBackend(attend_cache=attend_cache_at(cache.length)) if known else None
+    step = DecodeStep(model, ids.shape[0], cache.length + SPARE, ids.shape[1], ops)
     step.take(cache)
     step.ids.copy_(ids)
-    forward = step.forward
-
-    def with_head() -> Tensor:
-        step.hidden = forward()
-        step.next_tokens()
-        return step.hidden
-
-    step.forward = with_head if head else forward
-    step.forward = torch.compile(step.forward, dynamic=False) if compiled else step.forward
+    step.lengths.fill_(cache.length)
+    if compiled:
+        step.forward = torch.compile(step.forward, dynamic=False)
     if ids.is_cuda:
         step.capture()
 
     def call() -> Tensor:
         if step.graph is None:
-            return step.forward()
-        step.graph.replay()
+            step.hidden = step.forward()
+        else:
+            step.graph.replay()
+        if head:
+            step.next_tokens()
         return step.hidden
 
     return call
 
 
-def step_of(
-    model: Inkling, cache: Cache, ids: Tensor, head: bool, known: bool = False, compiled: bool = False
-) -> Callable[[], Tensor]:
-    """A step of fixed addresses; `known`: the reference's, with the length known to the host."""
-    ops = StepBackend(attend_cache=attend_cache_at(cache.length)) if known else None
-    step = DecodeStep(model, ids.shape[0], cache.length + SPARE, ids.shape[1], ops)
-    return fixed(step, cache, ids, head, compiled)
+def prefilled(model: Inkling, cache: Cache, ids: Tensor, head: bool) -> Callable[[], Tensor]:
+    """A prompt by the operations of a step; gives the last token alone."""
+    step = DecodeStep(model, *ids.shape)
+
+    def call() -> Tensor:
+        step.reset()
+        return step.prefill(ids)
+
+    return call
 
 
 def reduced(model: Inkling, cache: Cache, ids: Tensor, head: bool) -> Callable[[], Tensor]:
@@ -270,13 +276,15 @@ class Race:
 
     def arm(self, case: Case, name: str, make: Callable[[Cache, Tensor, bool], Callable[[], Tensor]]) -> None:
         """One row; `make` gives what is timed for a cache, the ids after it, and `head`."""
-        title, ours = case.name(self.what), name == "triton"
+        title = case.name(self.what)
         if self.bench.wanted(name):
             try:
-                call = make(*filled(self.model, case), self.head)
-                if ours:
-                    self.expected[case] = call().clone()
-                expected = None if ours else self.expected.get(case)
+                call, expected = make(*filled(self.model, case), self.head), self.expected.get(case)
+                if name == "triton":
+                    # What the others are held against; a prefill, which gives the last token alone, too.
+                    reference = call if case.context else growing(self.model, *filled(self.model, case), self.head)
+                    self.expected[case] = reference().clone()
+                    expected = None if case.context else self.expected[case][:, -1]
                 self.bench.arm(title, name, call, [()], expected, *self.limits[case], whole=True)
             except Exception as error:
                 self.bench.failed(title, name, error)
@@ -286,7 +294,7 @@ class Race:
         """The kernels."""
         for case in cases:
             self.limits[case] = limits(self.model, case, self.head)
-            self.arm(case, "triton", partial(step_of if case.context else growing, self.model))
+            self.arm(case, "triton", partial(step_of if case.context else prefilled, self.model))
 
     def run_peers(self, cases: Sequence[Case], dense: Inkling) -> None:
         """The others, with dense experts; what must be compiled comes last."""
