@@ -146,12 +146,13 @@ def test_attend_split(keys, programs, ways, weight, window):
 def test_attend_cache_names_what_it_cannot_do():
     given, arguments = cache(operands(T=2, S=75), [73, 30], None, 64)
     given = {name: placed(t, torch.float32) for name, t in given.items()} | arguments
-    with pytest.raises(InputError, match="int32"):
+    with pytest.raises(InputError, match=r"lengths in torch.int64, expected int32"):
         decode_kernel.attend_cache(**given | {"lengths": given["lengths"].long()})
-    with unchecked(), pytest.raises(InputError, match="pages of 48 slots"):
-        decode_kernel.attend_cache(**given | {"keys": given["keys"][:, :, :48]})
-    with unchecked(), pytest.raises(InputError, match="9 tokens"):
-        decode_kernel.attend_cache(**given | {"q": given["q"].repeat(1, 5, 1, 1)[:, :9]})
+    with pytest.raises(InputError, match="pages of 48 slots"):
+        decode_kernel.attend_cache(**given | {name: given[name][:, :, :48] for name in ("keys", "values")})
+    long = {name: torch.cat([given[name]] * 5, dim=1)[:, :9] for name in ("q", "r", "sink", "gate")}
+    with pytest.raises(InputError, match="9 tokens"):
+        decode_kernel.attend_cache(**given | long)
 
 
 def test_attend_reads_no_dead_slot():

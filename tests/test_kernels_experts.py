@@ -132,6 +132,8 @@ def test_repack_is_reversible_bit_for_bit(form, E, N, K):
     packed = packing.pack(matrix)
     assert packing.is_packed(packed)
     assert not packing.is_packed(matrix)
+    for t, (dtype, shape) in zip(packed, packing.packed_layout(form, (E, N, K)).values(), strict=False):
+        assert (t.dtype, t.shape) == (dtype, shape)
     for one, other in zip(packing.unpack(packed, N, K), matrix, strict=True):
         assert one is other or same_bits(one, other)
 

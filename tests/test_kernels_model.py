@@ -1,4 +1,4 @@
-"""Whole models on the kernels' backend, and what backend and kernels refuse.
+"""Whole models on the kernels' backend, and what the backend refuses.
 
 In the interpreter a tiny model; on a GPU the shipped nano and two layers, one sliding and one full, of Small's width.
 """
@@ -17,7 +17,6 @@ from inkling_ref.cli import NANO
 from inkling_ref.config import FULL, SLIDING, InklingConfig, TextConfig
 from inkling_ref.errors import InputError
 from inkling_ref.kernels import backend as kernel_backend
-from inkling_ref.kernels import moe as moe_kernel
 from inkling_ref.measure.make_golden import randomize
 from inkling_ref.model import Inkling
 
@@ -127,25 +126,3 @@ def test_backend_needs_a_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(InputError, match=r"^backend 'triton': torch sees no GPU here, expected one, or TRITON_INTERPR"):
         get_backend("triton")
-
-
-# --- What is refused -------------------------------------------------------------------------------------------------
-
-
-def test_refuses_float64():
-    with pytest.raises(InputError, match=r"triton softcapped_swiglu: torch.float64, expected float32"):
-        moe_kernel.softcapped_swiglu(torch.zeros(2, 4, dtype=torch.float64, device=DEVICE), 4.0, 25.0)
-
-
-def test_refuses_gradients():
-    x = torch.zeros(2, 4, device=DEVICE, requires_grad=True)
-    with pytest.raises(InputError, match="no backward pass"):
-        moe_kernel.softcapped_swiglu(x, 4.0, 25.0)
-    with torch.inference_mode():
-        moe_kernel.softcapped_swiglu(x, 4.0, 25.0)
-
-
-def test_refuses_a_tensor_elsewhere():
-    x = torch.zeros(2, 4, device="meta")
-    with pytest.raises(InputError, match=rf"a tensor on 'meta', expected '{DEVICE}'"):
-        moe_kernel.softcapped_swiglu(x, 4.0, 25.0)

@@ -126,8 +126,6 @@ def test_dependent_launches_need_hopper(capability, expected, monkeypatch):
 def test_another_gpu_is_refused(monkeypatch):
     monkeypatch.setattr(kernels, "INTERPRETED", False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    ids = SimpleNamespace(
-        is_floating_point=lambda: False, device=torch.device("cuda", 1), is_cuda=True, requires_grad=False
-    )
-    with unchecked(), pytest.raises(InputError, match="a tensor on cuda:1, expected cuda:0"):
-        kernels.require("op", ids)
+    ids = SimpleNamespace(dtype=torch.int32, shape=(3,), device=torch.device("cuda", 1))
+    with unchecked(), pytest.raises(InputError, match=r"^triton op: ids on cuda:1, expected cuda:0"):
+        kernels.expect("op", kernels.INTEGERS, ids=(ids, (3,)))

@@ -23,28 +23,63 @@ from ..errors import InputError
 
 INTERPRETED = triton.knobs.runtime.interpret
 LOG2E: float = 1.4426950408889634  # exponentials are taken to base 2, the one that the hardware has
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+FLOATS = (torch.float32, torch.float16) if INTERPRETED else (torch.float32, torch.float16, torch.bfloat16)
+INTEGERS = (torch.int32, torch.int64)
+_CPU = torch.device("cpu")
+
+
+@cache
+def _gpu(index: int) -> torch.device:
+    return torch.device("cuda", index)
+
+
+def expect(op: str, dtypes: tuple[torch.dtype, ...], **given: tuple[Tensor | None, tuple[int, ...]]) -> None:
+    """Refuse what a kernel cannot read, and sizes that do not go together: it would read and write foreign memory.
+
+    Args:
+        given: for each argument its tensor, or None where it may be left out and is, and the shape that it must have.
+
+    Raises:
+        InputError: for another dtype or shape, a tensor that is not on the current device, or one that wants a
+            gradient.
+    """
+    device = _CPU if INTERPRETED else _gpu(torch.cuda.current_device())
+    graded = torch.is_grad_enabled()
+    for name, (t, shape) in given.items():
+        if t is None or (
+            t.dtype in dtypes and t.shape == shape and t.device == device and not (graded and t.requires_grad)
+        ):
+            continue
+        if t.dtype not in dtypes:
+            wrong = f"in {t.dtype}, expected {' or '.join(str(dtype).removeprefix('torch.') for dtype in dtypes)}"
+            if INTERPRETED and t.dtype == torch.bfloat16:
+                wrong += " (bfloat16 in Triton's interpreter is wrong)"
+        elif t.shape != shape:
+            wrong = f"of shape {list(t.shape)}, expected {list(shape)}"
+        elif t.device != device:
+            wrong = f"on {t.device}, expected {device}"
+        else:
+            wrong = "wants a gradient, the kernels have no backward pass: expected torch.inference_mode()"
+        raise InputError(f"triton {op}: {name} {wrong}")
 
 
 def require(op: str, *tensors: Tensor) -> None:
-    """Refuse what the kernels cannot do.
+    """`expect` of tensors of any shape, packed bytes among them."""
+    for t in tensors:
+        expect(op, FLOATS if t.is_floating_point() else (t.dtype,), **{"a tensor": (t, t.shape)})
+
+
+def axes(op: str, name: str, t: Tensor, count: int, batch: int = 0) -> torch.Size:
+    """The shape of a tensor of `count` axes, of which the first `batch` may be empty.
 
     Raises:
-        InputError: for a dtype that no kernel reads, a tensor that is not on the current device, or one that wants a
-            gradient.
+        InputError: for another number of axes, or an empty one.
     """
-    device = "cpu" if INTERPRETED else "cuda"
-    for t in tensors:
-        if t.is_floating_point() and t.dtype not in _DTYPES:
-            raise InputError(f"triton {op}: {t.dtype}, expected float32, float16 or bfloat16")
-        if INTERPRETED and t.dtype == torch.bfloat16:
-            raise InputError(f"triton {op}: bfloat16 in Triton's interpreter is wrong, expected float32 or float16")
-        if t.device.type != device:
-            raise InputError(f"triton {op}: a tensor on {t.device.type!r}, expected {device!r}")
-        if t.is_cuda and t.device.index != torch.cuda.current_device():
-            raise InputError(f"triton {op}: a tensor on {t.device}, expected cuda:{torch.cuda.current_device()}")
-        if t.requires_grad and torch.is_grad_enabled():
-            raise InputError(f"triton {op}: the kernels have no backward pass, expected torch.inference_mode()")
+    shape = t.shape
+    if len(shape) != count or (0 in shape and 0 in shape[batch:]):
+        full = f"none empty after the first {batch}" if batch else "none empty"
+        raise InputError(f"triton {op}: {name} of shape {list(shape)}, expected {count} axes, {full}")
+    return shape
 
 
 def adjacent(*tensors: Tensor) -> tuple[Tensor, ...]:

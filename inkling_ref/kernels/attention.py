@@ -28,9 +28,10 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from . import adjacent, prefill, prepared, require
+from ..errors import InputError
+from . import FLOATS, INTEGERS, adjacent, expect, prefill, prepared
 from .approximate import TO_BASE2
-from .decode import LOWEST, attend_split, check_heads, fits, transposed
+from .decode import LOWEST, attend_split, check_operands, fits, transposed
 
 
 class Tile(NamedTuple):
@@ -172,16 +173,24 @@ def attend(
     offsets: list[int],
     window: int | None = None,
     first_keys: list[int] | None = None,
-    document_ids: Int[Tensor, "B T"] | None = None,
+    document_ids: Int[Tensor, "b T"] | None = None,
 ) -> Float[Tensor, "B T H*d"]:
     """Twin of `attention.attend`. Scores, bias, softmax and both epilogues stay in float32; p rounds to the dtype of v.
 
     Few query rows go to `decode` (`fits`), many on a Hopper GPU to `prefill` (`suits`), others to this module's kernel.
 
     Raises:
-        InputError: see `require` and `decode.check_heads`.
+        InputError: see `decode.check_operands`; for another number of offsets or first keys than rows.
     """
-    check_heads(q, k, window)
+    check_operands("attend", q, {"k": k, "v": v}, r, profiles, sink, gate, window)
+    B, T = q.shape[:2]
+    for name, slots in (("offsets", offsets), ("first_keys", first_keys)):
+        if slots is not None and len(slots) != B:
+            raise InputError(f"triton attend: {len(slots)} {name}, expected {B}, one a row")
+    if document_ids is not None:
+        expect("attend", INTEGERS, document_ids=(document_ids, (1 if len(document_ids) == 1 else B, T)))
+        expect("attend", FLOATS, k=(k, (*k.shape[:2], T, k.shape[3])))
+        document_ids = document_ids.expand(B, T)
     if document_ids is None and fits(q, k):
         starts = []
         for first in (offsets, first_keys or [0] * len(offsets)):
@@ -210,12 +219,7 @@ def attend_tiled(
     first_keys: list[int] | None = None,
     document_ids: Tensor | None = None,
 ) -> Float[Tensor, "B T width"]:
-    """`attend` with a given tile: what a measurement varies.
-
-    Raises:
-        InputError: see `require`.
-    """
-    require("attend", q, k, v, r, profiles, sink, gate)
+    """`attend` with a given tile, what a measurement varies, once it has checked its arguments."""
     q, k, v, r, sink, gate = adjacent(q, k, v, r, sink, gate)
     (B, T, H, d), (G, S), (R, X) = q.shape, k.shape[1:3], profiles.shape
     Q = H // G

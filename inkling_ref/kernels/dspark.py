@@ -23,7 +23,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ..dspark import MarkovHead
 from ..errors import InputError
 from ..fused import inverse
-from . import dependent, processors, require
+from . import FLOATS, INTEGERS, axes, dependent, expect, processors
 from .approximate import tanh
 from .head import drawn_with, gumbel, packed, uniform
 
@@ -130,16 +130,20 @@ def draft_rnn(
 ) -> Int[Tensor, "B n"]:
     """Twin of `fused.draft_rnn`, in 2 n launches and two around them.
 
+    That anchors are tokens of the head is not checked: it would wait for the device.
+
     Raises:
-        InputError: for another kind of head; see `require` and `fused.check_draw`.
+        InputError: for another kind of head, or more logits than it has tokens; see `expect` and `fused.check_draw`.
     """
     if head.kind != "rnn":
         raise InputError(f"triton draft_rnn: a head of kind {head.kind!r}, expected 'rnn'")
-    weights = head.markov_w1.weight, head.markov_w2.weight, head.joint_proj.weight
-    require("draft_rnn", h, base, *weights)
-    w1, w2, joint = (w.contiguous() for w in weights)
+    w1, w2, joint = (u.weight.contiguous() for u in (head.markov_w1, head.markov_w2, head.joint_proj))
+    (B, n, V), r = axes("draft_rnn", "base", base, 3, batch=1), w1.shape[1]
+    expect("draft_rnn", FLOATS, w1=(w1, w2.shape), w2=(w2, w1.shape), joint=(joint, (3 * r, joint.shape[1])))
+    expect("draft_rnn", (joint.dtype,), h=(h, (B, n, joint.shape[1] - 2 * r)))
+    expect("draft_rnn", (torch.float32,), base=(base, (B, n, min(V, len(w2)))))
+    expect("draft_rnn", INTEGERS, anchors=(anchors, (B,)), seeds=(seeds, (B,)), positions=(positions, (B, n)))
     seeds, positions = drawn_with(temperature, seeds, None if positions is None else positions.t())
-    (B, n, V), r = base.shape, w1.shape[1]
     share = F.linear(h, joint[:, 2 * r :], head.joint_proj.bias)
     base, anchors = base.contiguous(), anchors.contiguous()
     s = torch.empty(n, B, r, dtype=torch.float32, device=h.device)

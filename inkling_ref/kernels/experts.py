@@ -21,6 +21,7 @@ One token needs no plan: each pair is an item. Up to FEW tokens memory is the li
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import no_type_check
 
 import torch
@@ -31,12 +32,13 @@ from torch import Tensor
 from torch.nn import functional as F
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from .. import quantization
 from ..errors import InputError
 from ..moe import ExpertMatrix
-from . import INTERPRETED, require
+from . import FLOATS, INTEGERS, INTERPRETED, axes, expect
 from .approximate import near, swiglu
 from .experts_hopper import product, tile_product
-from .packing import is_packed
+from .packing import ROWS, is_packed, packed_layout
 
 DENSE, NVFP4, MXFP8 = 0, 1, 2  # how a matrix is stored, as the kernels count
 FEW = 256  # tokens up to which memory is the limit
@@ -279,7 +281,7 @@ def _released(
 
     def run(x: Tensor, matrix: ExpertMatrix, columns: int, dtype: torch.dtype, first: bool) -> Tensor:
         out = torch.empty(N * k, columns, dtype=dtype, device=x.device)
-        form = DENSE if matrix.scale is None else MXFP8 if matrix.amax is None else NVFP4
+        form = _form(matrix)
         codes = scale = matrix.weight.contiguous()
         if form != DENSE:
             codes, scale = codes.view(torch.uint8), matrix.scale.contiguous().view(torch.uint8)
@@ -295,6 +297,36 @@ def _released(
     return combine(run(a, w2, D, torch.float32, False), torch.empty_like(x))
 
 
+@cache
+def _layout(
+    name: str, form: int, packed: bool, shape: tuple[int, int, int]
+) -> list[tuple[tuple[torch.dtype, ...], tuple[int, ...]]]:
+    """Dtypes and shapes of the tensors of an `ExpertMatrix` of [E, N, K]."""
+    if 0 in shape:
+        raise InputError(f"triton experts: {name} of shape {list(shape)}, expected no empty axis")
+    if form == DENSE:
+        return [(FLOATS, shape)]
+    stored = quantization.NVFP4 if form == NVFP4 else quantization.MXFP8
+    layout = (
+        packed_layout(stored, shape) if packed else quantization.stored_layout(stored, shape, f"triton experts: {name}")
+    )
+    return [((dtype,), shape) for dtype, shape in layout.values()]
+
+
+def _form(matrix: ExpertMatrix) -> int:
+    return DENSE if matrix.scale is None else MXFP8 if matrix.amax is None else NVFP4
+
+
+def _check_matrices(w13: ExpertMatrix, w2: ExpertMatrix, D: int, packed: bool) -> int:
+    """I, of two matrices that go together."""
+    E, I = len(w13.weight), w13.weight.shape[1] * (ROWS if packed else 1) // 2
+    for name, matrix, shape in (("w13", w13, (E, 2 * I, D)), ("w2", w2, (E, D, I))):
+        parts = zip(ExpertMatrix._fields, matrix, _layout(name, _form(matrix), packed, shape), strict=False)
+        for part, t, (dtypes, expected) in parts:
+            expect("experts", dtypes, **{f"{name}.{part}": (t, expected)})
+    return I
+
+
 def experts(
     h: Float[Tensor, "N D"],
     weights: Float[Tensor, "N k"],
@@ -307,24 +339,27 @@ def experts(
 ) -> Float[Tensor, "N D"]:
     """Twin of `moe.experts`: both matrices as released or dense, or both repacked (`packing.pack`).
 
-    The rows between the products are rounded to h's dtype once, after SwiGLU; the sums over the experts never.
+    The rows between the products are rounded to h's dtype once, after SwiGLU; the sums over the experts never. That ids
+    are below E is not checked: it would wait for the device.
 
     Raises:
-        InputError: see `require`; one repacked matrix of two; repacked ones and not bfloat16 on Hopper.
+        InputError: see `expect`; one repacked matrix of two; repacked ones and not bfloat16 on Hopper.
     """
-    require("experts", h, weights)
+    (N, D), (_, k) = axes("experts", "h", h, 2), axes("experts", "ids", ids, 2)
+    expect("experts", FLOATS, h=(h, (N, D)), weights=(weights, (N, k)))
+    expect("experts", INTEGERS, ids=(ids, (N, k)))
     packed = is_packed(w13)
     if packed != is_packed(w2):
         raise InputError("triton experts: one matrix is repacked, expected both or none")
     if packed and (h.dtype != torch.bfloat16 or INTERPRETED or torch.cuda.get_device_capability(h.device)[0] != 9):
         raise InputError(f"triton experts: {h.dtype} on {h.device}, expected bfloat16 on Hopper for repacked matrices")
+    I = _check_matrices(w13, w2, D, packed)
     # Offsets of 64 bits would cost the kernels registers, so a very large call is several. (Rows may be filled to 256.)
-    I = w13.weight.shape[1] * 32 if packed else w13.weight.shape[1] // 2
-    most = min(GRID_ROWS, (OFFSETS - 1) // (ids.shape[1] * max(h.shape[1], I + 255)))
+    most = min(GRID_ROWS, (OFFSETS - 1) // (k * max(D, I + 255)))
     if len(h) > most:
         parts = zip(h.split(most), weights.split(most), ids.split(most), strict=True)
         return torch.cat([experts(*part, w13, w2, gate_cap, up_cap, quantize) for part in parts])
     x = h.contiguous() if quantize is None else quantize(h.contiguous())
-    run = (_packed_few if len(h) <= FEW else _packed_many) if packed else _released
+    run = (_packed_few if N <= FEW else _packed_many) if packed else _released
     rates = (2 / gate_cap, 2 / up_cap, gate_cap * up_cap / 4)
     return run(x, weights.float().contiguous(), ids.contiguous(), w13, w2, rates, quantize)

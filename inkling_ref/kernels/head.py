@@ -21,7 +21,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..fused import check_draw, inverse
-from . import adjacent, require
+from . import FLOATS, INTEGERS, adjacent, axes, expect
 from .approximate import log2, tanh
 
 WORST: int = 2**63 - 1  # no score packs to more
@@ -113,11 +113,13 @@ def sample_head(
     The weight is read once for every 64 rows.
 
     Raises:
-        InputError: see `require` and `fused.check_draw`.
+        InputError: see `expect` and `fused.check_draw`.
     """
-    require("sample_head", hidden, weight)
+    (N, D), (V, _) = axes("sample_head", "hidden", hidden, 2, batch=1), axes("sample_head", "weight", weight, 2)
+    expect("sample_head", FLOATS, hidden=(hidden, (N, D)))
+    expect("sample_head", (hidden.dtype,), weight=(weight, (V, D)))
+    expect("sample_head", INTEGERS, seeds=(seeds, (N,)), positions=(positions, (N,)))
     seeds, positions = drawn_with(temperature, seeds, positions)
-    (N, D), V = hidden.shape, weight.shape[0]
     (hidden,), weight = adjacent(hidden), weight.contiguous()
     best = torch.full((N,), WORST, dtype=torch.int64, device=hidden.device)
     rows = min(64, max(16, triton.next_power_of_2(N)))

@@ -28,7 +28,8 @@ from torch.nn import functional as F
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from . import adjacent, dependent, prepared, require
+from ..errors import InputError
+from . import FLOATS, adjacent, axes, dependent, expect, prepared
 from .approximate import TO_BASE2, exp2, near, reciprocal, swiglu
 
 _FEW: int = 16  # rows up to which the router reads the float32 weight
@@ -163,11 +164,17 @@ def route(
     bfloat16 `h` goes through three bfloat16 products, `h` of another dtype through one in float32.
 
     Raises:
-        InputError: see `require`.
+        InputError: see `expect`; for k below 1, or more than there are experts.
     """
-    require("route", h, weight, bias)
-    (N, D), E, pdl = h.shape, weight.shape[0], dependent(h.device)
-    (h,), bias = adjacent(h), bias.contiguous()
+    (N, D), E = axes("route", "h", h, 2, batch=1), len(weight)
+    expect("route", FLOATS, h=(h, (N, D)), weight=(weight, (E, D)), bias=(bias, (E,)))
+    if not 1 <= k <= E:
+        raise InputError(f"triton route: k is {k}, expected 1 to {E}, the experts")
+    weights = torch.empty(N, k, dtype=torch.float32, device=h.device)
+    ids = torch.empty(N, k, dtype=torch.int64, device=h.device)
+    if N == 0:
+        return weights, ids
+    (h,), bias, pdl = adjacent(h), bias.contiguous(), dependent(h.device)
     if N <= _FEW:
         w, (experts, step, steps) = weight.float().contiguous(), (2, 512, 5) if N == 1 else (4, 128, 9)
         slices = triton.cdiv(D, step * steps)
@@ -189,8 +196,6 @@ def route(
             *(TensorDescriptor.from_tensor(t, [tile, step]) for t in (h, terms)), logits, N, E,
             step * triton.cdiv(D, step * slices), TERMS=len(terms) // E, TILE=tile, STEP=step, STAGES=3, num_warps=8,
         )  # fmt: skip
-    weights = torch.empty(N, k, dtype=torch.float32, device=h.device)
-    ids = torch.empty(N, k, dtype=torch.int64, device=h.device)
     _choose[(N,)](
         logits, bias, weights, ids, N, E, scale, SLICES=slices, k=k, PADDED_E=triton.next_power_of_2(E),
         PADDED_K=triton.next_power_of_2(k), NORMALIZE=normalize, PDL=pdl, num_warps=1, launch_pdl=pdl,
@@ -213,11 +218,12 @@ def softcapped_swiglu(gate_up: Float[Tensor, "N rows"], gate_cap: float, up_cap:
     """Twin of `moe.softcapped_swiglu`: interleaved (g0, u0, g1, ...) columns; float32 inside, one rounding.
 
     Raises:
-        InputError: see `require`.
+        InputError: see `expect`; for an odd number of columns.
     """
-    require("softcapped_swiglu", gate_up)
+    N, rows = axes("softcapped_swiglu", "gate_up", gate_up, 2)
+    expect("softcapped_swiglu", FLOATS, gate_up=(gate_up, (N, rows // 2 * 2)))
     gate_up = gate_up.contiguous()
-    out = torch.empty(len(gate_up), gate_up.shape[1] // 2, dtype=gate_up.dtype, device=gate_up.device)
+    out = torch.empty(N, rows // 2, dtype=gate_up.dtype, device=gate_up.device)
     block = 1024
     _softcapped_swiglu[(triton.cdiv(out.numel(), block),)](
         gate_up, out, out.numel(), 2 / gate_cap, 2 / up_cap, gate_cap * up_cap / 4, BLOCK=block,

@@ -51,7 +51,7 @@ from torch.nn import functional as F
 
 from ..errors import InputError
 from ..moe import ExpertMatrix, Experts
-from ..quantization import COMPANIONS
+from ..quantization import COMPANIONS, NVFP4
 
 ROWS, STEP = 64, 256  # a tile
 ZERO_SCALE = 160  # NVFP4's recoded zero
@@ -177,6 +177,18 @@ def _unpack_scales(packed: UInt8[Tensor, "tiles steps 4 32 chunks 2"], nvfp4: bo
     axes = packed.view(tiles, steps, 4, 8, 4, chunks, 2).permute(_inverse(_SCALE_ORDER))
     axes = axes.reshape(tiles * ROWS, steps * chunks * 4)
     return _original_scales(axes) if nvfp4 else axes
+
+
+def packed_layout(quantisation: str, shape: tuple[int, int, int]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """`quantization.stored_layout` of a weight [E, N, K] in the kernels' order."""
+    (E, N, K), nvfp4 = shape, quantisation == NVFP4
+    tiles = (E, tiles_of(N), steps_of(K))
+    layout = {
+        "": (torch.int32, (*tiles, 4, 4, 32, 4) if nvfp4 else (*tiles, 4, 2, 4, 32, 2, 2)),
+        "_scale": (torch.uint8, (*tiles, 4, 32, 4 if nvfp4 else 2, 2)),
+    }
+    outer = {"_amax": (torch.float32, (E,)), "_outer_scale_denominator": (torch.float32, ())}
+    return layout | outer if nvfp4 else layout
 
 
 def is_packed(matrix: ExpertMatrix) -> bool:

@@ -44,7 +44,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from . import LOG2E, adjacent, prepared, processors, require
+from . import LOG2E, adjacent, prepared, processors
 from .approximate import reciprocal
 
 _STAGES: gl.constexpr = gl.constexpr(2)  # steps of keys and values in shared memory
@@ -429,12 +429,10 @@ def attend(
     window: int | None = None,
     first_keys: list[int] | None = None,
 ) -> Float[Tensor, "B T H*d"]:
-    """Twin of `attention.attend` for a call that `suits`. Batch rows in different places are launched one by one.
+    """Twin of `attention.attend` for a call that `suits`, from this kernel's own `attend`, which has checked it.
 
-    Raises:
-        InputError: see `require`.
+    Batch rows in different places are launched one by one.
     """
-    require("attend", q, k, v, r, profiles, sink, gate)
     (B, T, H, d), (G, S), X = q.shape, k.shape[1:3], profiles.shape[1]
     (sink,) = adjacent(sink)
     out = torch.empty(B, T, H * d, dtype=q.dtype, device=q.device)

@@ -24,12 +24,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..errors import InputError
-from . import LOG2E, dependent, prepared, require
+from . import FLOATS, INTEGERS, LOG2E, axes, dependent, expect, prepared
 from .approximate import log2, reciprocal
 from .short_conv import (
     SHORT,
     check_state,
     convolve,
+    documents_of,
     load_dynamic,
     load_positions,
     load_rows,
@@ -233,20 +234,42 @@ def prepare_qkv(
     log_scaling: tuple[float, float] | None = None,
     k_dynamic: Float[Tensor, "B T G K"] | None = None,
     v_dynamic: Float[Tensor, "B T G K"] | None = None,
-    document_position: Int[Tensor, "B T"] | None = None,
+    document_position: Int[Tensor, "b T"] | None = None,
 ) -> tuple[Float[Tensor, "B T H d"], Float[Tensor, "B T H R"]]:
     """Twin of `fused.prepare_qkv`; float32 inside, one rounding.
 
+    That lengths leave room for T tokens, and that the table names pages that there are, is not checked: it would wait
+    for the device. Where they do not, the kernel writes over what stands behind the cache.
+
     Raises:
-        InputError: see `require`; for caches whose channels are not adjacent; for a state see `short_conv.check_state`:
-            a call of more than 16 tokens takes up to 5 taps.
+        InputError: see `expect`; for more tokens than slots; for caches whose channels are not adjacent; for a state
+            see `short_conv.check_state`: a call of more than 16 tokens takes up to 5 taps.
     """
-    given = [u for u in (k_dynamic, v_dynamic, state) if u is not None]
-    require("prepare_qkv", q, r, k, v, q_scale, r_scale, k_taps, v_taps, keys, values, *given)
-    (B, T, _), (H, d), R, G = q.shape, q_scale.shape, r_scale.shape[1], keys.shape[1]
-    q, r, k, v, table, positions, document_position = (
-        u if u is None or u.stride(-1) == 1 else u.contiguous()
-        for u in (q, r, k, v, table, positions, document_position)
+    B, T = axes("prepare_qkv", "q", q, 3, batch=1)[:2]
+    (H, d), R = axes("prepare_qkv", "q_scale", q_scale, 2), axes("prepare_qkv", "r_scale", r_scale, 2)[1]
+    P, G, S = axes("prepare_qkv", "keys", keys, 4, batch=1 if table is None else 0)[:3]
+    dynamic = k_dynamic is not None
+    if dynamic != (v_dynamic is not None):
+        raise InputError("triton prepare_qkv: dynamic taps of keys or of values alone, expected both or none")
+    K = axes("prepare_qkv", "k_taps", k_taps, 2)[0] if dynamic else axes("prepare_qkv", "k_taps", k_taps, 3)[2]
+    rows, taps, of_token = (B, T, G * d), (K, G * d) if dynamic else (G * d, 1, K), (B, T, G, K)
+    slots = (P if table is not None else B, G, S, d)
+    pages = 1 if table is None else axes("prepare_qkv", "table", table, 2, batch=1)[1]
+    expect(
+        "prepare_qkv", FLOATS, q=(q, (B, T, H * d)), r=(r, (B, T, H * R)), k=(k, rows), v=(v, rows),
+        q_scale=(q_scale, (H, d)), r_scale=(r_scale, (H, R)), k_taps=(k_taps, taps), v_taps=(v_taps, taps),
+        keys=(keys, slots), values=(values, slots), k_dynamic=(k_dynamic, of_token), v_dynamic=(v_dynamic, of_token),
+    )  # fmt: skip
+    shared = positions is not None and len(positions) == 1
+    expect(
+        "prepare_qkv", INTEGERS, lengths=(lengths, (B,)), table=(table, (B, pages)),
+        positions=(positions, (1 if shared else B, T)),
+    )  # fmt: skip
+    if pages * S < T:
+        raise InputError(f"triton prepare_qkv: {T} tokens, expected at most {pages * S}, the slots of a row")
+    document_position = documents_of("prepare_qkv", document_position, B, T)
+    q, r, k, v, table, positions = (
+        u if u is None or u.stride(-1) == 1 else u.contiguous() for u in (q, r, k, v, table, positions)
     )
     q_scale, r_scale = q_scale.contiguous(), r_scale.contiguous()
     lengths, rejected = (None if u is None else u.contiguous() for u in (lengths, rejected))
@@ -255,17 +278,14 @@ def prepare_qkv(
             raise InputError(f"triton prepare_qkv: {name} of channels {cache.stride(3)} apart, expected adjacent ones")
     tile = choose_tile(T, H, G)
     N = 0 if state is None else state.shape[1]
-    dynamic = k_dynamic is not None
     if dynamic:
-        K = len(k_taps)
         k_taps, v_taps = k_taps.contiguous(), v_taps.contiguous()
         k_dynamic, v_dynamic = (u if u.stride()[2:] == (K, 1) else u.contiguous() for u in (k_dynamic, v_dynamic))
     else:
-        K = k_taps.shape[2]
         k_taps, v_taps = (prepared(w, token_major) for w in (k_taps, v_taps))
         k_dynamic = v_dynamic = q  # not read
     if state is not None:
-        check_state("prepare_qkv", state, T, K, tile.tokens)
+        check_state("prepare_qkv", state, rejected, (B, T, 2 * G * d), K, tile.tokens)
     width, r_width = triton.next_power_of_2(d), triton.next_power_of_2(R)
     q_out = torch.empty(B, T, H, d, dtype=q.dtype, device=q.device)
     r_out = torch.empty(B, T, H, R, dtype=r.dtype, device=r.device)
@@ -282,7 +302,7 @@ def prepare_qkv(
         *(k_dynamic.stride()[:2] + v_dynamic.stride()[:2] if dynamic else (0, 0, 0, 0)),
         *keys.stride()[:3], *values.stride()[:3], table.stride(0) if page else 0,
         *(state.stride()[:2] if N else (0, 0)),
-        0 if not log_scaling or positions is None or len(positions) == 1 else positions.stride(0),
+        0 if not log_scaling or positions is None or shared else positions.stride(0),
         0 if document_position is None else document_position.stride(0),
         qk_threshold, r_threshold, eps, 1 / floor, alpha / LOG2E, 1 / math.sqrt(2 * K + 1 if dynamic else K + 1),
         H=H, G=G, d=d, R=R, K=K, N=N, TOKENS=tile.tokens, HEADS=tile.heads, Q_HEADS=tile.q_heads,

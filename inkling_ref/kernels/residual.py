@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..residual import SOURCE_EPS
-from . import INTERPRETED, LOG2E, prepared, processors, require
+from . import FLOATS, INTERPRETED, LOG2E, axes, expect, prepared, processors
 from .short_conv import RUN, check_state, rolling_short_conv, token_major
 
 _CHUNK: int = 512
@@ -217,11 +217,13 @@ def _launch(
     """Mixtures of the blocks and the running sum, by the form that suits the number of tokens."""
     B, T, n, D = blocks.shape
     N, Q = B * T, len(norm_weights)
+    out = torch.empty(Q, B, T, D, dtype=dtype, device=partial.device)
+    if out.numel() == 0:
+        return list(out.unbind(0))
     blocks, block_t = _by_token(blocks)
     partial, partial_t = _by_token(partial)
     queries = None if queries is None else queries.contiguous()
     norm_weights = [w.contiguous() for w in norm_weights]
-    out = torch.empty(Q, B, T, D, dtype=dtype, device=partial.device)
     hopper = None if queries is None else _hopper(partial.device)
     if hopper is not None and N <= _FEW and D <= 8192:
         _cluster(
@@ -302,6 +304,15 @@ def _cluster(
     )  # fmt: skip
 
 
+def _readers(
+    queries: Tensor | None, norm_weights: list[Tensor], D: int
+) -> dict[str, tuple[Tensor | None, tuple[int, ...]]]:
+    """What mixes and norms the sources, and the shapes that it must have, for `expect`."""
+    one = queries is not None and queries.ndim == 1 and len(norm_weights) == 1
+    shapes = {"queries": (queries, (D,) if one else (len(norm_weights), D))}
+    return shapes | {f"norm_weights[{i}]": (w, (D,)) for i, w in enumerate(norm_weights)}
+
+
 def mix_and_norm(
     sources: Float[Tensor, "B T n D"],
     queries: Float[Tensor, " D"] | Float[Tensor, "q D"] | None,
@@ -312,9 +323,10 @@ def mix_and_norm(
     """Twin of `residual.mix_and_norm`; sources of any of the three dtypes, float32 inside, one rounding.
 
     Raises:
-        InputError: see `require`.
+        InputError: see `expect`.
     """
-    require("mix_and_norm", sources, *norm_weights, *([] if queries is None else [queries]))
+    shape = axes("mix_and_norm", "sources", sources, 4, batch=2)
+    expect("mix_and_norm", FLOATS, sources=(sources, shape), **_readers(queries, norm_weights, shape[3]))
     return _launch(sources[:, :, :-1], sources[:, :, -1], queries, norm_weights, eps, dtype)
 
 
@@ -329,9 +341,11 @@ def mix_depth_and_norm(
     """Twin of `fused.mix_depth_and_norm`: blocks and running sum are read where they are, each in its dtype.
 
     Raises:
-        InputError: see `require`.
+        InputError: see `expect`.
     """
-    require("mix_depth_and_norm", blocks, partial, queries, *norm_weights)
+    B, T, n, D = axes("mix_depth_and_norm", "blocks", blocks, 4, batch=3)
+    given = {"blocks": (blocks, (B, T, n, D)), "partial": (partial, (B, T, D))}
+    expect("mix_depth_and_norm", FLOATS, **given, **_readers(queries, norm_weights, D))
     return _launch(blocks, partial, queries, norm_weights, eps, dtype)
 
 
@@ -354,22 +368,32 @@ def join_and_mix(
     One launch for a token a row on Hopper GPUs, otherwise one more for the convolution.
 
     Raises:
-        InputError: see `require`; blocks or running sum whose tokens do not stand one distance apart; for the state see
-            `short_conv.check_state`: a call of more than 16 tokens takes up to 9 taps.
+        InputError: see `expect`; no room for `count` blocks and one that closes; blocks or running sum whose tokens do
+            not stand one distance apart; for the state see `short_conv.check_state`: a call of more than 16 tokens
+            takes up to 9 taps.
     """
-    require("join_and_mix", y, state, weight, blocks, partial, queries, *norm_weights)
-    (B, T, D), N, Q = y.shape, len(y) * y.shape[1], len(norm_weights)
+    (B, T, D), Q = axes("join_and_mix", "y", y, 3, batch=1), len(norm_weights)
+    N, K = B * T, axes("join_and_mix", "weight", weight, 3)[2]
+    capacity = axes("join_and_mix", "blocks", blocks, 4, batch=3)[2]
+    expect(
+        "join_and_mix", FLOATS, y=(y, (B, T, D)), weight=(weight, (D, 1, K)), blocks=(blocks, (B, T, capacity, D)),
+        partial=(partial, (B, T, D)), **_readers(queries, norm_weights, D),
+    )  # fmt: skip
+    check_state("join_and_mix", state, rejected, (B, T, D), K, RUN)
+    if not 0 <= count <= capacity - opens_block:
+        raise InputError(f"triton join_and_mix: {count} blocks, expected at most {capacity - opens_block}")
+    out = torch.empty(Q, B, T, D, dtype=y.dtype, device=y.device)
+    if B == 0:
+        return list(out.unbind(0))
     (same, block_t), (sum_, partial_t) = _by_token(blocks), _by_token(partial)
     if same is not blocks or sum_ is not partial:
         raise InputError("triton join_and_mix: strided blocks or running sum, expected tokens one distance apart")
-    check_state("join_and_mix", state, T, weight.shape[2], RUN)
     rejected = None if rejected is None else rejected.contiguous()
     norm_weights = [w.contiguous() for w in norm_weights]
     hopper = _hopper(y.device) if N <= _FEW_TO_JOIN and D <= 8192 else None
     if hopper is None or T > 1 or state[0].stride() != (D, 1):
         y, state, weight, rejected = rolling_short_conv(y, state, weight, rejected), None, None, None
     y, queries = y.contiguous(), queries.contiguous()
-    out = torch.empty(Q, B, T, D, dtype=y.dtype, device=y.device)
     if hopper is not None:
         _cluster(
             hopper, y, state, weight, rejected, blocks, partial, count, queries, norm_weights, out, eps, block_t,

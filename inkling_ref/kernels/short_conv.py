@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..errors import InputError
-from . import adjacent, dependent, prepared, require
+from . import FLOATS, INTEGERS, adjacent, axes, dependent, expect, prepared
 
 RUN: int = 8  # of a run of a long call
 SHORT: int = 16  # calls of so many tokens are one run
@@ -202,17 +202,32 @@ def packed(dynamic: Float[Tensor, "B T G K"] | None) -> bool:
     return dynamic.data_ptr() % 8 == 0 and all(n % dynamic.shape[3] == 0 for n in dynamic.stride()[:3])
 
 
-def check_state(op: str, state: Float[Tensor, "B N C"], T: int, K: int, tokens: int) -> None:
-    """Refuse a state that the kernels cannot read and roll, in a long call of runs of `tokens`.
+def check_state(
+    op: str,
+    state: Float[Tensor, "B N C"],
+    rejected: Int[Tensor, " B"] | None,
+    shape: tuple[int, int, int],
+    K: int,
+    tokens: int,
+) -> None:
+    """Refuse a state that the kernels cannot read and roll, in a call of inputs of `shape` and long runs of `tokens`.
+
+    That no more rows are rejected than N - K + 1 is not checked: it would wait for the device.
 
     Raises:
-        InputError: for channels that are not adjacent; in a call of T > 16 tokens, for a state of more than T rows, and
-            for K - 1 > `tokens`: a run later than the first would need what the first is about to overwrite.
+        InputError: see `expect`; for fewer than K - 1 rows; for channels that are not adjacent; in a call of T > 16
+            tokens, for a state of more than T rows, and for K - 1 > `tokens`: a run later than the first would need
+            what the first is about to overwrite.
     """
+    (B, T, C), N = shape, axes(op, "state", state, 3, batch=1)[1]
+    expect(op, FLOATS, state=(state, (B, N, C)))
+    expect(op, INTEGERS, rejected=(rejected, (B,)))
+    if N < K - 1:
+        raise InputError(f"triton {op}: a state of {N} rows, expected at least {K - 1} for {K} taps")
     if state.stride(2) != 1:
         raise InputError(f"triton {op}: a state of channels {state.stride(2)} apart, expected adjacent ones")
-    if T > SHORT and state.shape[1] > T:
-        raise InputError(f"triton {op}: a state of {state.shape[1]} rows, expected at most the call's {T} tokens")
+    if T > SHORT and N > T:
+        raise InputError(f"triton {op}: a state of {N} rows, expected at most the call's {T} tokens")
     if tokens < K - 1 and T > SHORT:
         raise InputError(
             f"triton {op}: {K} taps on a state, expected at most {tokens + 1} in a call of more than {SHORT} tokens"
@@ -254,35 +269,63 @@ def _launch(
     return out
 
 
+def documents_of(op: str, document_position: Int[Tensor, "b T"] | None, B: int, T: int) -> Int[Tensor, "B T"] | None:
+    """Positions for every row, adjacent in memory; one row may stand for all.
+
+    Raises:
+        InputError: see `expect`.
+    """
+    if document_position is None:
+        return None
+    rows = 1 if len(document_position) == 1 else B
+    expect(op, INTEGERS, document_position=(document_position, (rows, T)))
+    return document_position.expand(B, T).contiguous()
+
+
+def _inputs(op: str, u: Float[Tensor, "B S C"], K: int) -> tuple[int, int, int]:
+    """B, T and C of T + K - 1 inputs."""
+    B, S, C = axes(op, "u", u, 3, batch=1)
+    if S < K:
+        raise InputError(f"triton {op}: u of {S} inputs, expected at least {K} for {K} taps")
+    return B, S - K + 1, C
+
+
 def short_conv(
-    u: Float[Tensor, "B S C"], weight: Float[Tensor, "C 1 K"], document_position: Int[Tensor, "B T"] | None = None
+    u: Float[Tensor, "B S C"], weight: Float[Tensor, "C 1 K"], document_position: Int[Tensor, "b T"] | None = None
 ) -> Float[Tensor, "B T C"]:
     """Twin of `short_conv.short_conv`; float32 inside, one rounding.
 
     Raises:
-        InputError: see `require`.
+        InputError: see `expect`; for fewer inputs than taps.
     """
-    require("short_conv", u, weight)
-    (u,), past = adjacent(u), weight.shape[2] - 1
-    documents = None if document_position is None else document_position.contiguous()
-    return _launch(u[:, past:], -past, prepared(weight, token_major), document_position=documents)
+    K = axes("short_conv", "weight", weight, 3)[2]
+    B, T, C = _inputs("short_conv", u, K)
+    expect("short_conv", FLOATS, u=(u, u.shape), weight=(weight, (C, 1, K)))
+    documents = documents_of("short_conv", document_position, B, T)
+    (u,) = adjacent(u)
+    return _launch(u[:, K - 1 :], 1 - K, prepared(weight, token_major), document_position=documents)
 
 
 def dynamic_short_conv(
     u: Float[Tensor, "B S C"],
     dynamic_taps: Float[Tensor, "B T G K"],
     static: Float[Tensor, "K C"],
-    document_position: Int[Tensor, "B T"] | None = None,
+    document_position: Int[Tensor, "b T"] | None = None,
 ) -> Float[Tensor, "B T C"]:
     """Twin of `short_conv.dynamic_short_conv`; float32 inside, one rounding.
 
     Raises:
-        InputError: see `require`.
+        InputError: see `expect`; for fewer inputs than taps, or channels that the heads do not divide.
     """
-    require("dynamic_short_conv", u, dynamic_taps, static)
-    (u,), past = adjacent(u), len(static) - 1
-    documents = None if document_position is None else document_position.contiguous()
-    return _launch(u[:, past:], -past, static.contiguous(), dynamic_taps.contiguous(), documents)
+    G, K = axes("dynamic_short_conv", "dynamic_taps", dynamic_taps, 4, batch=1)[2:]
+    B, T, C = _inputs("dynamic_short_conv", u, K)
+    expect(
+        "dynamic_short_conv", FLOATS, u=(u, (B, u.shape[1], C // G * G)), dynamic_taps=(dynamic_taps, (B, T, G, K)),
+        static=(static, (K, C)),
+    )  # fmt: skip
+    documents = documents_of("dynamic_short_conv", document_position, B, T)
+    (u,) = adjacent(u)
+    return _launch(u[:, K - 1 :], 1 - K, static.contiguous(), dynamic_taps.contiguous(), documents)
 
 
 def rolling_short_conv(
@@ -294,10 +337,11 @@ def rolling_short_conv(
     """Twin of `fused.rolling_short_conv`; float32 inside, one rounding.
 
     Raises:
-        InputError: see `require` and `check_state`: a call of more than 16 tokens takes up to 9 taps.
+        InputError: see `expect` and `check_state`: a call of more than 16 tokens takes up to 9 taps.
     """
-    require("rolling_short_conv", x, state, weight)
-    check_state("rolling_short_conv", state, x.shape[1], weight.shape[2], RUN)
+    (B, T, C), K = axes("rolling_short_conv", "x", x, 3, batch=1), axes("rolling_short_conv", "weight", weight, 3)[2]
+    expect("rolling_short_conv", FLOATS, x=(x, (B, T, C)), weight=(weight, (C, 1, K)))
+    check_state("rolling_short_conv", state, rejected, (B, T, C), K, RUN)
     rejected = None if rejected is None else rejected.contiguous()
     (x,) = adjacent(x)
     return _launch(x, 0, prepared(weight, token_major), state=state, rejected=rejected)
