@@ -1,27 +1,28 @@
 r"""The collectives of a pass: torch.distributed underneath, counted; or stand-ins for the rest of an absent world.
 
-A group of n ranks exchanges tensors in five ways. With S the bytes of the whole tensor, a rank sends
+A group of `size` ranks exchanges tensors in five ways. A rank sends, of the bytes of the whole tensor,
 
-    gather          S (n - 1) / n       every rank's part, put together on all
-    reduce_scatter  S (n - 1) / n       the sum over ranks, each keeping its part
-    sum             2 S (n - 1) / n     the sum over ranks, whole on all
-    swap            S (n - 1) / n       block i of rank j becomes block j of rank i
-    exchange        what it says        any number of rows to any rank
+    gather          (size - 1) / size       every rank's part, put together on all
+    reduce_scatter  (size - 1) / size       the sum over ranks, each keeping its part
+    sum             2 (size - 1) / size     the sum over ranks, whole on all
+    swap            (size - 1) / size       block i of rank j becomes block j of rank i
+    exchange        what it says            any number of rows to any rank
 
 A partial sum is in the stream's dtype when it is sent: in a 16-bit model each rank's part rounds once, and so do the
 sums of the collective. (The single process sums in float32 and rounds once; in float32 there is no difference.)
 
 Cost, where a collective is modelled and not run:
 
-$$ t = \mathrm{calls} \cdot \alpha + \mathrm{sent} / (e B) $$
+$$ \mathrm{seconds} = \mathrm{calls} \cdot \alpha + \mathrm{sent} / (\mathrm{usable} \cdot \mathrm{bandwidth}) $$
 
 Source of the defaults: an NCCL call's latency, and the 450 GB/s that an NVLink 4 GPU sends, of which 80 % are usable.
 """
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -33,8 +34,51 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+# What this process has come to, by the ranks of the group: how many collectives, and the last. One table for all
+# meshes, as torch.distributed has one world; `launch` compares those of all ranks.
+ENTERED: dict[tuple[int, ...], tuple[int, str]] = {}
+
+
 class CollectiveError(RuntimeError):
     """A collective failed here, most likely because another rank is gone."""
+
+
+@contextmanager
+def entering(ranks: tuple[int, ...], what: str) -> Iterator[None]:
+    """Within, `ranks` do something together.
+
+    Raises:
+        CollectiveError: for what torch.distributed raises.
+    """
+    ENTERED[ranks] = (ENTERED.get(ranks, (0, ""))[0] + 1, what)
+    try:
+        yield
+    except RuntimeError as error:  # gloo and NCCL know no finer kind
+        raise CollectiveError(f"{what}: {str(error).splitlines()[0]}") from error
+
+
+def moment(device: torch.device) -> "float | torch.cuda.Event":
+    """Now, as `device` sees it: a GPU comes to it when it has done what was asked of it before."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(start: "float | torch.cuda.Event", end: "float | torch.cuda.Event") -> float:
+    """Of two moments; waits for the later one."""
+    if isinstance(end, float):
+        return end - start
+    end.synchronize()
+    return start.elapsed_time(end) / 1000  # milliseconds
+
+
+def waited(device: torch.device) -> float:
+    """Now, in seconds, after the device has done what was asked of it: this changes what it times."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 @dataclass(frozen=True)
@@ -51,11 +95,18 @@ class Link:
 
 @dataclass
 class Count:
-    """Calls of one collective on one group: bytes that left this rank, and seconds in them (0 for stand-ins)."""
+    """Calls of one collective on one group: bytes that left this rank, and when each began and ended.
+
+    On a GPU it begins when its turn comes. Stand-ins take no time.
+    """
 
     calls: int = 0
     sent: int = 0
-    seconds: float = 0.0
+    spans: list[tuple] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        return sum((seconds_between(*span) for span in self.spans), 0.0)
 
 
 @dataclass
@@ -66,14 +117,16 @@ class Traffic:
     listener: Callable[[str, float, float, int], None] | None = None  # of each: name, begin and end in us, bytes sent
     counts: dict[tuple[str, str], Count] = field(default_factory=lambda: defaultdict(Count))
 
-    def add(self, what: str, sent: int, seconds: float) -> None:
+    def add(self, what: str, sent: int, *span: tuple) -> None:
         count = self.counts[self.phase, what]
-        count.calls, count.sent, count.seconds = count.calls + 1, count.sent + sent, count.seconds + seconds
+        count.calls, count.sent = count.calls + 1, count.sent + sent
+        count.spans += span
 
     def to_dict(self) -> dict[str, dict[str, dict[str, int | float]]]:
         phases: dict[str, dict[str, dict[str, int | float]]] = {}
         for (phase, what), count in self.counts.items():
-            phases.setdefault(phase, {})[what] = asdict(count)
+            numbers = {"calls": count.calls, "sent": count.sent, "seconds": count.seconds}
+            phases.setdefault(phase, {})[what] = numbers
         return phases
 
 
@@ -85,17 +138,18 @@ class Group:
     ) -> None:
         self.name, self.size, self.rank, self.traffic = name, size, rank, traffic
         self.process_group = process_group
+        self.ranks = tuple(dist.get_process_group_ranks(process_group)) if process_group is not None else ()
 
-    def _run(self, what: str, sent: int, collective: Callable[[], object]) -> None:
-        start = time.perf_counter()
-        try:
+    def _run(self, what: str, sent: int, device: torch.device, collective: Callable[[], object]) -> None:
+        traffic, name = self.traffic, f"{what} over {self.name}"
+        now = moment if traffic.listener is None else waited
+        start = now(device)
+        with entering(self.ranks, name):
             collective()
-        except RuntimeError as error:  # gloo and NCCL know no finer kind
-            raise CollectiveError(f"{what} over {self.name}: {str(error).splitlines()[0]}") from error
-        end = time.perf_counter()
-        self.traffic.add(f"{what} over {self.name}", sent, end - start)
-        if self.traffic.listener is not None:
-            self.traffic.listener(f"{what} over {self.name}", 1e6 * start, 1e6 * end, sent)
+        end = now(device)
+        traffic.add(name, sent, (start, end))
+        if traffic.listener is not None:
+            traffic.listener(name, 1e6 * start, 1e6 * end, sent)
 
     def _gather(self, out: Tensor, x: Tensor) -> None:
         _all_gather(out, x, group=self.process_group)
@@ -115,7 +169,7 @@ class Group:
             return x
         x = x.movedim(dim, 0).contiguous()
         out = x.new_empty(self.size * x.shape[0], *x.shape[1:])
-        self._run("gather", (self.size - 1) * x.nbytes, lambda: self._gather(out, x))
+        self._run("gather", (self.size - 1) * x.nbytes, x.device, lambda: self._gather(out, x))
         return out.movedim(0, dim)
 
     def reduce_scatter(self, x: Shaped[Tensor, "*shape"], dim: int) -> Shaped[Tensor, "*less"]:
@@ -124,14 +178,14 @@ class Group:
             return x
         x = x.movedim(dim, 0).contiguous()
         out = x.new_empty(x.shape[0] // self.size, *x.shape[1:])
-        self._run("reduce_scatter", (self.size - 1) * out.nbytes, lambda: self._reduce_scatter(out, x))
+        self._run("reduce_scatter", (self.size - 1) * out.nbytes, x.device, lambda: self._reduce_scatter(out, x))
         return out.movedim(0, dim)
 
     def sum(self, x: Shaped[Tensor, "*shape"]) -> Shaped[Tensor, "*shape"]:
         """The sum over ranks; x is overwritten."""
         if self.size > 1:
             x = x.contiguous()
-            self._run("sum", 2 * (self.size - 1) * x.nbytes // self.size, lambda: self._sum(x))
+            self._run("sum", 2 * (self.size - 1) * x.nbytes // self.size, x.device, lambda: self._sum(x))
         return x
 
     def swap(self, x: Shaped[Tensor, "*shape"]) -> Shaped[Tensor, "*shape"]:
@@ -140,7 +194,7 @@ class Group:
             return x
         x = x.contiguous()
         out = torch.empty_like(x)
-        self._run("swap", (self.size - 1) * x[0].nbytes, lambda: self._exchange(out, x, None, None))
+        self._run("swap", (self.size - 1) * x[0].nbytes, x.device, lambda: self._exchange(out, x, None, None))
         return out
 
     def exchange(self, x: Shaped[Tensor, "*shape"], sent: list[int], received: list[int]) -> Shaped[Tensor, "*other"]:
@@ -149,7 +203,7 @@ class Group:
             return x
         out = x.new_empty(sum(received), *x.shape[1:])
         bytes_sent = (len(x) - sent[self.rank]) * x[:1].nbytes
-        self._run("exchange", bytes_sent, lambda: self._exchange(out, x.contiguous(), received, sent))
+        self._run("exchange", bytes_sent, x.device, lambda: self._exchange(out, x.contiguous(), received, sent))
         return out
 
 
@@ -159,9 +213,9 @@ class StandIn(Group):
     Dependencies stay, values are wrong and no bytes move: the seconds of real ones come from `Link`.
     """
 
-    def _run(self, what: str, sent: int, collective: Callable[[], object]) -> None:
+    def _run(self, what: str, sent: int, device: torch.device, collective: Callable[[], object]) -> None:
         collective()
-        self.traffic.add(f"{what} over {self.name}", sent, 0.0)
+        self.traffic.add(f"{what} over {self.name}", sent)
 
     def _gather(self, out: Tensor, x: Tensor) -> None:
         out.view(self.size, *x.shape).copy_(x.expand(self.size, *x.shape))

@@ -3,30 +3,44 @@
 Started by torchrun, which sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. A process without them is a world of one.
 
 A rank that fails leaves the others waiting in a collective for what it will not send, and their time-outs say nothing
-about the cause. So every rank watches one key of the store by which they found each other: the first that fails puts
-its message there, and all others end within a second, with that message. What kills a process outright leaves none;
-the others then end when their connection to it breaks, or at the latest when a collective times out.
+about the cause. So a thread of every rank tells the store, by which they found each other, what the rank has come to,
+and reads what the others tell:
+
+- a rank that fails leaves its message there;
+- a rank that tells nothing for some seconds is gone: killed, or stuck where no thread of Python can run;
+- a rank for which others wait in a collective, while it waits for none, is late: after the timeout it has failed.
+
+The first to know says so there, and all ranks end within a second, with that message, which names the rank.
 """
 
+import faulthandler
+import json
 import os
+import select
+import signal
 import socket
 import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple, NoReturn
 
 import torch.distributed as dist
 
 from ..errors import InputError
 from .apply import TIMEOUT, Mesh
-from .collectives import CollectiveError
+from .collectives import ENTERED, CollectiveError, entering
 from .plan import Plan
 
 _KEY, _SEEN = "failed", "failure seen"
 _PERIOD = 0.3  # seconds between two looks at the store
+_SILENT, _SUSPECT = 40, 16  # looks without a new word from a rank that is gone; where something else has failed already
+_LATER = timedelta(seconds=10)  # torch's own timeout follows, in case: it does not know which rank is late
 _ENDING = threading.Lock()  # the watching thread and the failing one may both want to end: the first does
 
 
@@ -57,28 +71,28 @@ def world(plan: Plan, device_type: str = "cpu", timeout: timedelta = TIMEOUT) ->
     """This process's place in a world of `plan`: gloo on CPUs, NCCL on GPUs.
 
     An exception within ends all ranks. This process then does not return from here: it exits with status 2 for an
-    InputError and 1 for any other.
-
-    Raises:
-        InputError: before the ranks have met: where they should is not said, or they do not within the timeout.
+    InputError and 1 for any other. `timeout` is that of every collective.
     """
-    rank, size = rank_and_size()
-    if size == 1:
+    if rank_and_size()[1] == 1:
         yield Mesh.join(plan, device_type, timeout)
         return
     store, rank, size = _meet(timeout)
     store.set_timeout(timeout)
-    watch = _Watch(store.clone(), rank, size)
+    everyone, later = tuple(range(size)), timeout + _LATER
+    watch = _Watch(store.clone(), rank, size, timeout)
     watch.start()
     try:
-        backend = "nccl" if device_type == "cuda" else "gloo"
-        joined = dist.PrefixStore("world", store)
-        dist.init_process_group(backend, store=joined, rank=rank, world_size=size, timeout=timeout)
-        yield Mesh.join(plan, device_type, timeout)
-        dist.barrier()
+        with entering(everyone, "the start"):
+            backend = "nccl" if device_type == "cuda" else "gloo"
+            joined = dist.PrefixStore("world", store)
+            dist.init_process_group(backend, store=joined, rank=rank, world_size=size, timeout=later)
+            mesh = Mesh.join(plan, device_type, later)
+        yield mesh
+        with entering(everyone, "the end"):
+            dist.barrier()
     except BaseException as error:
         watch.report(error)
-    watch.stopped.set()
+    watch.stop()
     dist.barrier()  # the store goes with the rank that holds it: nobody may still be looking
     dist.destroy_process_group()
 
@@ -109,66 +123,146 @@ def _await(host: str, port: int, timeout: timedelta) -> None:
         time.sleep(_PERIOD)
 
 
-class _Watch(threading.Thread):
-    """Looks for another rank's failure, and reports one of this rank."""
+class _Words(NamedTuple):
+    """What a rank tells: a number that grows, whether it was asked to end, and its `ENTERED`."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+    number: int
+    was_asked: bool
+    entered: dict[tuple[int, ...], tuple[int, str]]
+
+    def encode(self) -> str:
+        return json.dumps([self.number, self.was_asked, list(self.entered.items())])
+
+    @classmethod
+    def decode(cls, text: bytes) -> "_Words":
+        number, was_asked, entered = json.loads(text)
+        return cls(number, was_asked, {tuple(ranks): tuple(last) for ranks, last in entered})
+
+
+class _Watch(threading.Thread):
+    """Tells what this rank does, and ends it when another has failed, is gone or is late."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(daemon=True)
-        self.store, self.rank, self.size = store, rank, size
+        self.store, self.rank, self.size, self.timeout = store, rank, size, timeout.total_seconds()
         self.stopped = threading.Event()
+        self.words = [_Words(0, False, {})] * size  # the last of every rank
+        self.silent: Counter[int] = Counter()  # looks since a rank's last word
+        self.late: dict[int, tuple[dict, float]] = {}  # rank that others wait for: what it had entered, since when
+        self.patience = _SILENT
+        self.asked: int | None = None  # by SIGTERM to end: the number of our word then
+        self.ear, mouth = os.pipe()
+        os.set_blocking(mouth, False)
+        # torchrun ends the others when one rank ends. They shall say why, and a main thread that waits in a collective
+        # would not hear a signal.
+        self.before = signal.signal(signal.SIGTERM, lambda *_: None)
+        signal.set_wakeup_fd(mouth, warn_on_full_buffer=False)
+
+    def stop(self) -> None:
+        """All is well."""
+        self.stopped.set()
+        faulthandler.cancel_dump_traceback_later()
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, self.before)
 
     def run(self) -> None:
-        while not self.stopped.wait(_PERIOD):
+        while not self.stopped.is_set():
+            message, status = None, 1
             try:
-                failed = self.store.check([_KEY])
+                message = self._look()
             except RuntimeError:
-                failed = None
-            if self.stopped.is_set():
-                return
-            if failed is None:
+                holder = "torchrun" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
+                message = f"{holder} is gone without a message, and with it the store by which ranks meet"
+            if message is None and self.asked is not None:
+                message, status = self._asked(), 128 + signal.SIGTERM
+            if message is not None and not self.stopped.is_set():
                 _ENDING.acquire()
-                _end("the store is gone: the rank that holds it has ended", 1)
-            if failed:
-                _ENDING.acquire()
-                self._follow()
+                self._end(message, status)
+            heard, _, _ = select.select([self.ear], [], [], _PERIOD)
+            if heard and signal.SIGTERM in os.read(self.ear, 64):
+                self.asked, self.patience = self.words[self.rank].number, _SUSPECT
 
-    def _follow(self) -> None:
-        message = self.store.get(_KEY).decode()
-        self.store.add(_SEEN, 1)
-        self._outlast()
-        _end(message, 1)
+    def _look(self) -> str | None:
+        """Tell, listen, judge: the message of a failure, if there is one."""
+        me = self.words[self.rank]
+        me = _Words(me.number + 1, self.asked is not None, dict(ENTERED))
+        self.store.set(f"rank {self.rank}", me.encode())
+        # Should this thread itself no longer run, because something holds the interpreter: the process then ends too.
+        faulthandler.dump_traceback_later(1.5 * _SILENT * _PERIOD, exit=True, file=2)
+        if self.store.check([_KEY]):
+            return self.store.get(_KEY).decode()
+        known = [rank for rank in range(self.size) if self.words[rank].number or self.store.check([f"rank {rank}"])]
+        for rank, text in zip(known, self.store.multi_get([f"rank {rank}" for rank in known]), strict=True):
+            words = _Words.decode(text)
+            self.silent[rank] = self.silent[rank] + 1 if words.number == self.words[rank].number else 0
+            self.words[rank] = words
+        if gone := self._gone():
+            who = f"rank {gone[0]} is" if len(gone) == 1 else f"ranks {', '.join(map(str, gone))} are"
+            return f"{who} gone without a message: killed (out of memory?), or stuck"
+        return self._late()
 
-    def _outlast(self) -> None:
-        """The store may live in rank 0: it lets the others read the message, but does not wait long for dead ones."""
-        if self.rank > 0:
-            return
-        end = time.monotonic() + 20 * _PERIOD
-        with suppress(RuntimeError):
-            while time.monotonic() < end and self.store.add(_SEEN, 0) < self.size - 1:
-                time.sleep(_PERIOD / 3)
+    def _gone(self) -> list[int]:
+        return [rank for rank in range(self.size) if self.silent[rank] > self.patience]
 
-    def report(self, error: BaseException) -> None:
+    def _late(self) -> str | None:
+        """Who has come to more collectives of a group than one of its ranks waits for that one, or soon will."""
+        entered = [words.entered for words in self.words]
+        waits = [
+            (a, b, what)
+            for a in range(self.size)
+            for ranks, (count, what) in entered[a].items()
+            for b in ranks
+            if entered[b].get(ranks, (0, ""))[0] < count
+        ]
+        now, waiting = time.monotonic(), {a for a, _, _ in waits}
+        before, self.late = self.late, {}
+        for a, b, what in waits:
+            if b in waiting:  # for another that is late
+                continue
+            unmoved, since = before.get(b, ({}, now))
+            self.late[b] = entered[b], since if unmoved == entered[b] else now
+            if now - self.late[b][1] > self.timeout:
+                return f"rank {b} did not come to {what}, where rank {a} has waited for {self.timeout:g} s"
+        return None
+
+    def _asked(self) -> str | None:
+        others = [words for rank, words in enumerate(self.words) if rank not in (self.rank, *self._gone())]
+        if all(words.was_asked for words in others):
+            return "all ranks were asked to end (SIGTERM)"
+        patient = self.words[self.rank].number < self.asked + 1.5 * _SUSPECT
+        return None if patient else f"rank {self.rank} was asked to end (SIGTERM)"
+
+    def report(self, error: BaseException) -> NoReturn:
         """End this process, and by the store all others."""
-        self.stopped.set()
-        _ENDING.acquire()
-        if isinstance(error, CollectiveError):  # a consequence, most likely: let the cause speak first
-            with suppress(RuntimeError):
-                self.store.wait([_KEY], timedelta(seconds=10 * _PERIOD))
-                self._follow()
-        message = f"rank {self.rank}: {error or type(error).__name__}"
-        if not isinstance(error, (InputError, CollectiveError)):
-            traceback.print_exception(error)
+        message, status = f"rank {self.rank}: {error or type(error).__name__}", 1
+        if isinstance(error, CollectiveError):  # a consequence, most likely: let the cause be found first
+            self.patience = _SUSPECT
+            time.sleep(1.5 * _SUSPECT * _PERIOD)
+        elif isinstance(error, InputError):
+            status = 2
+        elif isinstance(error, KeyboardInterrupt):
+            message, status = "interrupted", 128 + signal.SIGINT
+        else:
             message = f"rank {self.rank}: {type(error).__name__}: {error}"
+            traceback.print_exception(error)
+        _ENDING.acquire()
+        self.stopped.set()
+        self._end(message, status)
+
+    def _end(self, message: str, status: int) -> NoReturn:
+        """At once: a thread that waits in a collective cannot be interrupted otherwise."""
         with suppress(RuntimeError):  # a store that is gone can no longer be asked
-            first = self.store.compare_set(_KEY, "", message).decode() == message
-            if not first:
-                self._follow()
-        self._outlast()
-        _end(message, 2 if isinstance(error, InputError) else 1)
-
-
-def _end(message: str, status: int) -> None:
-    """At once: a thread that waits in a collective cannot be interrupted otherwise."""
-    print(f"error: {message}", file=sys.stderr, flush=True)
-    sys.stdout.flush()
-    os._exit(status)
+            first = self.store.compare_set(_KEY, "", message).decode()
+            message, status = first, status if first == message else 1
+            # The store may live in rank 0: it lets the others read the message, but does not wait long for dead ones.
+            looks = 20
+            self.store.add(_SEEN, 1)
+            while self.rank == 0 and looks and self.store.add(_SEEN, 0) < self.size - len(self._gone()):
+                time.sleep(_PERIOD)
+                looks -= 1
+        print(f"error: {message}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun's own report then says it too
+            with suppress(OSError):
+                Path(file).write_text(json.dumps({"message": message, "timestamp": int(time.time())}))
+        os._exit(status)
