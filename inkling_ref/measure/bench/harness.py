@@ -170,14 +170,14 @@ class Bench:
         if self.wanted(name):
             self.say({"case": case, "arm": name, "failed": said(why)})
 
-    def say(self, row: dict[str, object]) -> None:
-        """Print a row; in preparation none: what fails there will fail again, and be said then."""
-        if not self.prepare:
-            print(json.dumps(row), flush=True)
-
     def note(self, text: str) -> None:
         """A line below the table."""
-        print(json.dumps({"note": text}), flush=True)
+        self.say({"note": text})
+
+    def say(self, entry: dict[str, object]) -> None:
+        """Print a row or a note; in preparation none: what fails there will fail again, and be said then."""
+        if not self.prepare:
+            print(json.dumps(entry), flush=True)
 
 
 def attention_flops(context: int, tokens: int, window: int | None) -> int:

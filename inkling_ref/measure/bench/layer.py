@@ -15,6 +15,7 @@ The limit of all arms is that of the packed weights: what a step must read at th
 is the distance of a typical token's hidden state from that of the kernels.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,6 +36,7 @@ from .harness import BF16, Bench
 from .peers import EXPERTS_MODES, attend_cache_at, grouped_experts, transformers_cache, transformers_model
 
 MATRICES = ("w13_weight", "w2_weight")
+BYTES = {"bf16": 2.0, MXFP8: 1 + 1 / 32, NVFP4: 1 / 2 + 1 / 16}  # of a value of the experts, scales with them
 SPARE = 256  # positions of a step's cache after those that are filled
 SMALL = TextConfig(  # a small vocabulary: the head is no part of these times
     num_hidden_layers=2, layer_types=[SLIDING, FULL], vocab_size=1024, unpadded_vocab_size=1024, eos_token_id=None
@@ -60,7 +62,7 @@ CASES = (  # the most important first
     Case(1, 1024, compiled=True),
     Case(64, 1024, compiled=True),
     Case(1, 0, 8192),
-    Case(1, 100352, compiled=True),
+    Case(1, 100352),
     Case(8, 1024),
     Case(1, 100352, 8),
 )
@@ -72,12 +74,15 @@ CASES = (  # the most important first
 def random_matrix(form: str, experts: int, rows: int, columns: int, device: str) -> ExpertMatrix:
     """Random bytes in the released layout, whose values are near 1 / sqrt(columns)."""
     nvfp4 = form == NVFP4
-    codes = torch.empty(experts, rows, columns // 2 if nvfp4 else columns, dtype=torch.uint8, device=device).random_()
+    codes = torch.empty(experts, rows, columns // 2 if nvfp4 else columns, dtype=torch.uint8, device=device)
+    for some in codes.split(16):
+        some.random_()
+        if not nvfp4:
+            some[some & 0x7F == 0x7F] = 0  # no NaN
     scale = torch.empty(experts, rows, columns // (16 if nvfp4 else 32), dtype=torch.uint8, device=device)
     if nvfp4:
         amax, denominator = 0.05 + torch.rand(experts, device=device), torch.tensor(2688.0, device=device)
         return ExpertMatrix(codes, scale.random_(74, 104).view(torch.float8_e4m3fn), amax, denominator)
-    codes[codes & 0x7F == 0x7F] = 0  # no NaN
     return ExpertMatrix(codes.view(torch.float8_e4m3fn), scale.random_(112, 118))
 
 
@@ -177,14 +182,14 @@ def limits(model: Inkling, case: Case, head: bool) -> tuple[float, float]:
     """Bytes to read (weights outside the experts, experts that uniform routing hits, keys and values), and FLOPs."""
     text, others = model.config.text, ("embed.weight",) if head else ("embed.weight", "unembed.weight")
     config = InklingConfig(text, vision=None)
-    tensors = [*model.llm.named_parameters(), *model.llm.named_buffers()]
-    dense = sum(t.nbytes for name, t in tensors if ".experts." not in name and name not in others)
-    quantised = sum(t.nbytes for name, t in tensors if ".experts." in name)
+    dense = [t for name, t in model.llm.named_parameters() if ".experts." not in name and name not in others]
+    each = [BYTES[layer.mlp.experts.stored_format] for layer in model.llm.layers]
+    values = text.n_routed_experts * 3 * text.hidden_size * text.moe_intermediate_size
     missed = (1 - text.num_experts_per_tok / text.n_routed_experts) ** (case.rows * case.tokens)
     stop = case.context + case.tokens
     cached = case.rows * cost.cache_bytes(config, stop, convolution_bytes=2).total()
     flops = float(case.rows * cost.flops(config, stop, case.tokens).total())
-    return dense + quantised * (1 - missed) + cached, flops
+    return sum(t.nbytes for t in dense) + values * sum(each) * (1 - missed) + cached, flops
 
 
 # ---------------------------------------------------------------- what is timed
@@ -311,18 +316,21 @@ class Race:
                 self.arm(case, "eager, grouped_mm experts", partial(growing, grouped))
         del theirs
         loops = twin(dense, Backend(experts=torch.compiler.disable(experts)))
-        for case in cases:
-            if case.compiled:
-                compiled = partial(step_of, grouped, known=True, compiled=True)
-                self.arm(case, "compiled graph, grouped_mm experts", compiled)
-                self.arm(case, "compiled, reduce-overhead", partial(reduced, loops))
+        for name, make in (
+            ("compiled graph, grouped_mm experts", partial(step_of, grouped, known=True, compiled=True)),
+            ("compiled, reduce-overhead", partial(reduced, loops)),
+        ):
+            for case in (case for case in cases if case.compiled):
+                self.arm(case, name, make)
                 torch.compiler.reset()
 
     def transformers(self, cases: Sequence[Case], dense: Inkling) -> Any:
         """Their model; None where it is not asked for, or cannot be had: then a row says why."""
         if self.bench.wanted("transformers"):
             try:
-                return transformers_model(dense)
+                theirs = transformers_model(dense)
+                self.bench.note(f"{self.what}: transformers {sys.modules['transformers'].__version__}")
+                return theirs
             except Exception as error:
                 self.bench.failed(cases[0].name(self.what), "transformers", error)
         return None

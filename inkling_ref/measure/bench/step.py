@@ -13,8 +13,7 @@ CASES = (Case(1, 1024, compiled=True),)
 
 
 def bench_step(bench: Bench, backend: str = "triton", dtype: torch.dtype = BF16, device: str = "cuda") -> None:
-    """The arms of `layer`, on a model that launches, not memory, bound: its weights fit into the L2 cache."""
+    """The arms of `layer` on a model that launches bound, not memory: its weights fit into the L2 cache."""
     race = Race(bench, "nano step", checkpoint.load(NANO, device, dtype, backend, "packed"), head=True)
     race.run_ours(CASES)
-    if not bench.prepare:
-        race.run_peers(CASES, checkpoint.load(NANO, device, dtype, experts="dequantize"))
+    race.run_peers(CASES, checkpoint.load(NANO, device, dtype, experts="dequantize"))
