@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from .attention import attend
 from .errors import InputError
 from .moe import experts, route
+from .quantization import fake_mxfp8, fake_nvfp4, quantize_stored
 from .residual import mix_and_norm
 from .short_conv import dynamic_short_conv, short_conv
 
@@ -18,7 +19,9 @@ from .short_conv import dynamic_short_conv, short_conv
 class Backend:
     """One implementation per operation; the defaults are the PyTorch reference.
 
-    `pack_experts`: brings a layer's packed experts into the order that `experts` reads best, while they are loaded.
+    `fake_nvfp4`, `fake_mxfp8`: for experts whose activations are quantised. `quantize_stored`: encodes experts while
+    they are saved. `pack_experts`: brings a layer's packed experts into the order that `experts` reads best, while they
+    are loaded.
     """
 
     mix_and_norm: Callable = mix_and_norm
@@ -27,6 +30,9 @@ class Backend:
     attend: Callable = attend
     route: Callable = route
     experts: Callable = experts
+    fake_nvfp4: Callable = fake_nvfp4
+    fake_mxfp8: Callable = fake_mxfp8
+    quantize_stored: Callable = quantize_stored
     pack_experts: Callable | None = None
 
     def report(self) -> dict[str, str]:

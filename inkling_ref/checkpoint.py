@@ -40,7 +40,6 @@ from .quantization import (
     NVFP4,
     check_stored,
     dequantize_stored,
-    quantize_stored,
     stored_layout,
 )
 from .tensor_files import DTYPES, INDEX, WEIGHTS, CheckpointReader, Layout, Part, read_json, write_file
@@ -424,6 +423,7 @@ def _plan(model: Inkling, wanted: list[str | None], dtype: torch.dtype | None) -
     state = model.state_dict()
     parts: list[Part] = []
     formats: dict[int, str] = {}
+    encode = model.backend.quantize_stored
 
     def expert(name: str, layer: int) -> Part:
         module = model.llm.layers[layer].mlp.experts
@@ -448,7 +448,7 @@ def _plan(model: Inkling, wanted: list[str | None], dtype: torch.dtype | None) -
         if target == DENSE:
             return dense(name, shape, matrix.weight.dtype, decoded)
         layout = {s: Layout(*spec) for s, spec in stored_layout(target, shape, f"model.{name}").items()}
-        make = released if packed == target else (lambda: quantize_stored(target, decoded(), f"model.{name}"))
+        make = released if packed == target else (lambda: encode(target, decoded(), f"model.{name}"))
         return Part(
             {f"model.{name}{s}": spec for s, spec in layout.items()},
             lambda: {f"model.{name}{s}": tensor for s, tensor in make().items()},

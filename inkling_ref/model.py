@@ -33,7 +33,6 @@ from .cache import Cache, LayerCache, Step
 from .config import InklingConfig, TextConfig
 from .errors import InputError
 from .moe import MoE, softcap
-from .quantization import fake_mxfp8, fake_nvfp4
 from .residual import AttentionResidualQueries, DepthState, RMSNorm, rms_norm, wide
 from .short_conv import ShortConv
 from .vision import VisionModel
@@ -154,7 +153,7 @@ class Inkling(nn.Module):
 
     def quantize_activations(self, enabled: bool = True) -> "Inkling":
         """Fake-quantise what enters the experts' products, in the format of each layer's stored weights."""
-        fake = {"nvfp4": fake_nvfp4, "mxfp8": fake_mxfp8, "bf16": None}
+        fake = {"nvfp4": self.backend.fake_nvfp4, "mxfp8": self.backend.fake_mxfp8, "bf16": None}
         for experts in (layer.mlp.experts for layer in self.llm.layers):
             experts.quantize = fake[experts.stored_format] if enabled else None
         return self

@@ -59,6 +59,7 @@ GROUP = {NVFP4: 16, MXFP8: 32}  # values that share a scale
 COMPANIONS = ("_scale", "_amax", "_outer_scale_denominator")  # name endings of the tensors beside a stored weight
 E2M1_MAX, E4M3_MAX = 6.0, 448.0
 DENOMINATOR = E4M3_MAX * E2M1_MAX
+FLOAT32_MAX = torch.finfo(torch.float32).max
 
 # Experts are processed a few at a time, so that temporaries stay near this many weights (16 MiB of float32 each).
 _CHUNK_WEIGHTS = 2**22
@@ -252,10 +253,10 @@ def nvfp4_quantize(
         InputError: naming `name`: K is no multiple of 16; an expert holds NaN, infinity or a magnitude above
             3.4e38 / denominator (its scale would overflow); a denominator that is not positive.
     """
-    if not 0 < denominator < float("inf"):
-        raise InputError(f"{name}: denominator {denominator}, expected a positive number")
-    # Neither m * denominator / a nor a / denominator may overflow.
-    _check_weight(NVFP4, w, name, torch.finfo(torch.float32).max * min(denominator, 1 / denominator))
+    limit = nvfp4_limit(denominator, name)
+    check_weight(NVFP4, w, name)
+    for expert, rows in enumerate(w):
+        check_largest(rows.abs().amax().item(), limit, expert, name)
     parts = []
     for chunk in _chunks(w):
         values, scales, amax, outer = _four_over_six(w[chunk], denominator)
@@ -284,7 +285,9 @@ def mxfp8_quantize(w: Tensor, name: str = "weight") -> tuple[Tensor, Tensor]:
     Raises:
         InputError: naming `name`: K is no multiple of 32, or an expert holds NaN or infinity.
     """
-    _check_weight(MXFP8, w, name, torch.finfo(torch.float32).max)
+    check_weight(MXFP8, w, name)
+    for expert, rows in enumerate(w):
+        check_largest(rows.abs().amax().item(), FLOAT32_MAX, expert, name)
     parts = []
     for chunk in _chunks(w):
         values, scales = _mxfp8_round(w[chunk].to(torch.float32).unflatten(-1, (-1, GROUP[MXFP8])))
@@ -338,7 +341,7 @@ def fake_nvfp4_weight(w: Float[Tensor, "E N K"], denominator: float = DENOMINATO
     it equals quantise-then-decode bit for bit on every device; a compiler that fuses multiply and add, or that divides
     approximately, may choose differently on near-ties. It has no useful gradient: pass the gradient straight through.
     """
-    _check_columns(NVFP4, w)
+    check_columns(NVFP4, w)
     values, scales, amax, outer = _four_over_six(w, denominator)
     return (values * scales * (amax / outer)[:, None, None, None]).flatten(-2).to(w.dtype)
 
@@ -356,7 +359,7 @@ def fake_nvfp4(x: Float[Tensor, "*rows K"]) -> Float[Tensor, "*rows K"]:
     token depend on its batch: prefill would differ from decoding, and a padded row from the row alone. A scale per
     token factors out of the product just as well. Four over six belongs to weights, which are encoded once.
     """
-    _check_columns(NVFP4, x)
+    check_columns(NVFP4, x)
     blocks = wide(x).unflatten(-1, (-1, GROUP[NVFP4]))
     amax = blocks.abs().amax((-2, -1), keepdim=True)
     outer = _scalar(DENOMINATOR, blocks)
@@ -366,7 +369,7 @@ def fake_nvfp4(x: Float[Tensor, "*rows K"]) -> Float[Tensor, "*rows K"]:
 
 def fake_mxfp8(x: Float[Tensor, "*rows K"]) -> Float[Tensor, "*rows K"]:
     """Activations as an MXFP8 product sees them, in x's dtype: blocks of 32 along the last axis."""
-    _check_columns(MXFP8, x)
+    check_columns(MXFP8, x)
     values, scales = _mxfp8_round(wide(x).unflatten(-1, (-1, GROUP[MXFP8])))
     return (values * e8m0_value(scales)).flatten(-2).to(x.dtype)
 
@@ -374,20 +377,35 @@ def fake_mxfp8(x: Float[Tensor, "*rows K"]) -> Float[Tensor, "*rows K"]:
 # ---------------------------------------------------------------- checks and chunks
 
 
-def _check_columns(quantisation: str, x: Tensor) -> None:
+def check_columns(quantisation: str, x: Tensor) -> None:
+    """Raises InputError if the last axis of x does not consist of whole blocks."""
     columns, group = x.shape[-1], GROUP[quantisation]
     if columns % group:
         raise InputError(f"{quantisation.upper()}: the last axis has {columns} values, expected a multiple of {group}")
 
 
-def _check_weight(quantisation: str, w: Tensor, name: str, limit: float) -> None:
+def nvfp4_limit(denominator: float, name: str) -> float:
+    """The largest magnitude that can be encoded: neither m * denominator / a nor a / denominator may overflow.
+
+    Raises:
+        InputError: a denominator that is not positive.
+    """
+    if not 0 < denominator < float("inf"):
+        raise InputError(f"{name}: denominator {denominator}, expected a positive number")
+    return FLOAT32_MAX * min(denominator, 1 / denominator)
+
+
+def check_weight(quantisation: str, w: Tensor, name: str) -> None:
+    """Raises InputError for a shape or a dtype that cannot be encoded."""
     stored_layout(quantisation, tuple(w.shape), name)
     if not w.is_floating_point() or w.dtype.itemsize < 2:
         raise InputError(f"{name}: {dtype_name(w.dtype)}, expected a floating-point weight of at least 16 bits")
-    for expert, rows in enumerate(w):
-        # Comparing this way round is false for NaN as well.
-        if not (largest := rows.abs().amax().item()) <= limit:
-            raise InputError(f"{name}: expert {expert} holds {largest}, expected magnitudes of at most {limit:.3g}")
+
+
+def check_largest(largest: float, limit: float, expert: int, name: str) -> None:
+    """Raises InputError if an expert's largest magnitude is above the limit, infinite or NaN."""
+    if not largest <= limit:  # this way round the comparison is false for NaN as well
+        raise InputError(f"{name}: expert {expert} holds {largest}, expected magnitudes of at most {limit:.3g}")
 
 
 def _chunks(w: Tensor) -> Iterator[slice]:

@@ -17,6 +17,7 @@ from .moe import route
 from .packing import pack_layer
 from .projections import project
 from .qkv import prepare_qkv
+from .quantization import fake_mxfp8, fake_nvfp4, quantize_stored
 from .residual import join_and_mix, mix_and_norm
 from .short_conv import dynamic_short_conv, short_conv
 
@@ -36,6 +37,9 @@ def triton_backend() -> Backend:
         attend=attend,
         route=route,
         experts=experts,
+        fake_nvfp4=fake_nvfp4,
+        fake_mxfp8=fake_mxfp8,
+        quantize_stored=quantize_stored,
         pack_experts=None if INTERPRETED or torch.cuda.get_device_capability()[0] != 9 else pack_layer,
     )
 

@@ -1,0 +1,377 @@
+"""Contract of the quantisers: the bytes of the reference, on every kind of input.
+
+In the interpreter an inline assembly cannot run: its text is executed here, instruction by instruction.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from helpers import random_model, unchecked
+from kernel_contract import DEVICE, INTERPRETED, dtypes, needs_device, placed, poisoned_outputs  # noqa: F401 (a fixture)
+
+import inkling_ref as ir
+from inkling_ref import quantization as reference
+from inkling_ref.backends import Backend
+from inkling_ref.errors import InputError
+from inkling_ref.kernels import quantization as kernel
+from inkling_ref.kernels.backend import triton_backend
+
+E2M1_BOUNDS = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]  # between neighbouring codes
+E4M3_BOUNDS = [1 + (2 * i + 1) / 16 for i in range(8)]  # of one binade
+gpu_only = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="no GPU")
+formats = pytest.mark.parametrize("quantisation", [reference.NVFP4, reference.MXFP8])
+
+
+def same_bits(a, b):
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(bytes_of(a), bytes_of(b))
+
+
+def bytes_of(t):
+    return t.contiguous().view(-1).view(torch.uint8)
+
+
+def assert_same(actual, expected):
+    for one, other in zip(actual, expected, strict=True):
+        assert same_bits(one, other)
+
+
+def assert_nvfp4(w, denominator=reference.DENOMINATOR):
+    assert_same(kernel.nvfp4_quantize(w, denominator), reference.nvfp4_quantize(w, denominator))
+
+
+def every_bfloat16(binades, largest):
+    """All finite bfloat16 of magnitudes up to `largest`, in experts of so many binades each, shuffled, as float32."""
+    patterns = (torch.arange(2**16) << 16).to(torch.int32).view(torch.float32)
+    patterns = patterns[patterns.abs() <= largest]
+    patterns = patterns[patterns.abs().argsort(stable=True)]
+    size = binades * 256
+    experts = patterns[: len(patterns) // size * size].view(-1, size)
+    rest = patterns[-size:][None]  # some a second time
+    order = torch.rand(len(experts) + 1, size).argsort(-1)
+    return torch.cat([experts, rest]).gather(1, order).view(-1, 2 * binades, 128)
+
+
+# ---------------------------------------------------------------- NVFP4
+
+
+@needs_device
+@dtypes
+@pytest.mark.parametrize(("E", "N", "K"), [(1, 1, 16), (3, 5, 80), (2, 37, 48)], ids=str)
+def test_nvfp4(E, N, K, dtype):
+    assert_nvfp4(placed(0.02 * torch.randn(E, N, K), dtype))
+
+
+@needs_device
+@pytest.mark.parametrize("denominator", [1536.0, 1536.1, 3e4, 0.3, 1e-20, 1e30])
+def test_nvfp4_denominators(denominator):
+    assert_nvfp4(placed(1e-3 * torch.randn(2, 7, 96)), denominator)
+
+
+@needs_device
+def test_nvfp4_of_every_bfloat16():
+    w = every_bfloat16(16, reference.nvfp4_limit(reference.DENOMINATOR, ""))
+    assert w.unique().numel() > 62_000  # the rest is too large
+    assert_nvfp4(placed(w, torch.float32 if INTERPRETED else torch.bfloat16))
+
+
+@needs_device
+def test_nvfp4_special_blocks():
+    w = torch.randn(5, 6, 64).unflatten(-1, (4, 16))
+    w[0] *= 2.0 ** -torch.arange(24.0).view(6, 4, 1)  # down to scales that are subnormal, then zero
+    w[1] = 0
+    w[1, ::2] = -0.0
+    w[2, 1], w[2, 2, 1:], w[2, 3, :, ::2] = 0, -0.0, 0  # zero blocks in others; a value and zeros
+    w[3] = torch.tensor([*E2M1_BOUNDS, 6.0] * 2) * torch.randn(6, 4, 1).sign()  # ties, and errors that are equal
+    w[3, :, :, 7] *= 2.0 ** torch.arange(6.0)[:, None]
+    w[4] = torch.randn(6, 4, 16).sign() * torch.tensor([1e-45, 1e-42, 1e-38, 3e-38])[:, None]
+    assert_nvfp4(placed(w.flatten(-2)))
+    for scale in (1e-30, 1e30, 2.0**-126):
+        assert_nvfp4(placed(w.flatten(-2)[[0, 3]] * scale))
+
+
+@needs_device
+def test_nvfp4_where_six_and_four_are_almost_equally_good():
+    """Two neighbouring floats between which the choice turns, found by bisection, in each of many blocks."""
+
+    def takes_four(x):
+        w[:, 1:, 5] = x
+        return reference._four_over_six(w.view(1, -1, 16), 2688.0)[0][0, 1:, 0].abs().amax(-1) == 4
+
+    w = torch.randn(1, 600, 16)
+    w[0, 0] = 6.0  # the expert's maximum, whatever the others are
+    low, high = torch.full((599,), 0.01), torch.full((599,), 1.4)
+    first, last = takes_four(low), takes_four(high)
+    while ((high.view(torch.int32) - low.view(torch.int32)) > 1).any():
+        middle = ((high.view(torch.int32) + low.view(torch.int32)) // 2).view(torch.float32)
+        same = takes_four(middle) == first
+        low, high = torch.where(same, middle, low), torch.where(same, high, middle)
+    assert (first != last).sum() > 50
+    for x in (low, high):
+        w[:, 1:, 5] = x
+        assert_nvfp4(placed(w.view(1, 40, 240)))
+
+
+@needs_device
+def test_known_maxima_save_a_pass():
+    w, amax = placed(torch.randn(3, 7, 32)), torch.tensor([7.0, 6.5, 9.1], device=DEVICE)
+    w[:, 6, 31] = amax
+    codes, scales, _, _ = reference.nvfp4_quantize(w, 2000.0)
+    assert_same(kernel.nvfp4_encode(w, amax, 2000.0), (codes, scales))
+
+
+@gpu_only
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_large_weights(dtype):
+    for E, N, K in ((3, 4608, 4608), (11, 977, 4624), (1, 3, 2**20)):
+        w = torch.empty(E, N, K, dtype=dtype, device=DEVICE).normal_(std=0.015)
+        w *= torch.exp2(-6 * torch.rand(E, N, 1, device=DEVICE)).to(dtype)
+        for denominator in (2688.0, 1536.0):
+            assert_nvfp4(w, denominator)
+        if K % 32 == 0:
+            assert_same(kernel.mxfp8_quantize(w), reference.mxfp8_quantize(w))
+
+
+# ---------------------------------------------------------------- what makes it quick
+
+
+@triton.jit
+def quotients(x_ptr, u_ptr, q_ptr, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    r, rest = kernel_inverse(tl.load(u_ptr + i))
+    tl.store(q_ptr + i, kernel_quotient(tl.load(x_ptr + i), r, rest))
+
+
+@triton.jit
+def quick(x_ptr, scale_ptr, v_ptr, squares_ptr, outer, BLOCK: tl.constexpr):
+    i, eight = tl.arange(0, BLOCK), tl.arange(0, 8)[None, :]
+    x, y = (kernel_eight(x_ptr, i * 16 + half, i < BLOCK) for half in (0, 8))
+    v, w, squares = kernel_quickly(x, y, tl.load(scale_ptr + i) * (64 * outer))
+    tl.store(v_ptr + i[:, None] * 16 + eight, v * 64)
+    tl.store(v_ptr + i[:, None] * 16 + 8 + eight, w * 64)
+    tl.store(squares_ptr + i, squares * 4096)
+
+
+kernel_inverse, kernel_quotient, kernel_eight, kernel_quickly = (
+    kernel._inverse, kernel._quotient, kernel._eight, kernel._quickly
+)  # fmt: skip
+
+
+@needs_device
+@pytest.mark.parametrize("target", [6.0, 4.0])
+def test_quick_values_are_exact_and_quick_errors_as_near_as_promised(target):
+    blocks = torch.randn(2048, 16) * torch.exp2(-3 * torch.rand(2048, 1))
+    blocks[:512] = blocks[:512].bfloat16().float()
+    blocks[512:, ::2] = blocks[512:, ::2].abs().amax(-1, keepdim=True) * torch.tensor([*E2M1_BOUNDS, 6.0]) / target
+    blocks, amax, denominator = placed(blocks), torch.tensor(4.3, device=DEVICE), torch.tensor(2688.0, device=DEVICE)
+    values, scale = reference._nvfp4_round(blocks, amax, denominator, target)
+    error = (values * scale * amax / denominator - blocks) ** 2
+    while (n := error.shape[-1]) > 1:
+        error = error[..., : n // 2] + error[..., n // 2 :]
+    quick_values, squares = torch.empty_like(blocks), torch.empty(2048, device=DEVICE)
+    quick[(1,)](
+        blocks, scale, quick_values, squares, float(amax / denominator), BLOCK=2048, enable_fp_fusion=False
+    )  # fmt: skip
+    assert torch.equal(quick_values, values)  # but for the sign of zeros
+    exact = error[:, 0].double() * (denominator.double() / amax / scale[:, 0]) ** 2
+    assert ((squares - exact).abs() <= 2.0**-16 * (squares + 0.5)).all()
+    assert ((squares - exact).abs() > 2.0**-22 * squares).any()  # they do differ
+
+
+def assert_same_side(u, bounds):
+    """Of each bound, for every float x near bound * u."""
+    for bound in bounds:
+        near = (bound * u).view(torch.int32)[:, None] + torch.arange(-3, 4, dtype=torch.int32, device=u.device)
+        x = near.view(torch.float32).flatten()
+        q, divisor = torch.empty_like(x), u[:, None].expand(-1, 7).flatten()
+        block = 2**14
+        pad = (-len(x)) % block
+        x, divisor = (torch.cat([t, t.new_ones(pad)]) for t in (x, divisor))
+        q = torch.empty_like(x)
+        quotients[(len(x) // block,)](x, divisor, q, BLOCK=block, enable_fp_fusion=False)
+        assert torch.equal((q - bound).sign(), (x / divisor - bound).sign())
+
+
+@needs_device
+def test_quotients_by_two_floats_decide_as_division_does():
+    """Where it could go wrong: divisors next to ones with a short mantissa."""
+    short = torch.arange(2**23, 2**24, 2**20)[:, None] + torch.arange(-20, 21)
+    u = short.clamp(2**23, 2**24 - 1).unique().to(torch.float32).to(DEVICE) * 2.0**-23
+    assert_same_side(u, E2M1_BOUNDS + E4M3_BOUNDS)
+
+
+@gpu_only
+def test_quotients_by_two_floats_decide_as_division_does_for_all_divisors():
+    for u in torch.arange(2**23, 2**24, device=DEVICE).float().mul(2.0**-23).split(2**20):
+        assert_same_side(u, E2M1_BOUNDS[:4] + E4M3_BOUNDS)
+
+
+@needs_device
+def test_a_sixth():
+    m = torch.arange(2**23, 2**24, 1 if not INTERPRETED else 61, device=DEVICE).float()
+    m = m[: len(m) // 2**14 * 2**14]
+    sixth, rest = kernel.SIXTH.value, kernel.SIXTH_REST.value
+    exact = m.double() * sixth + (m * torch.tensor(rest, device=DEVICE)).double()
+    assert torch.equal(exact.float(), m / torch.tensor(6.0, device=DEVICE))
+
+
+INSTRUCTIONS = {"and.b32": int.__and__, "or.b32": int.__or__, "shr.u32": int.__rshift__, "shl.b32": int.__lshift__}
+
+
+def run(assembly, values):
+    """Execute `assembly` for eight floats $1 to $8."""
+    registers = {f"${i + 1}": value for i, value in enumerate(values)}
+    for line in assembly.value.strip("\n{}").replace("\n", " ").split(";"):
+        op, _, rest = line.strip().partition(" ")
+        target, *names = rest.replace("{", "").replace("}", "").replace(" ", "").split(",")
+        sources = [registers[name] if name in registers else int(name, 0) for name in names if not op.startswith(".")]
+        if op == "cvt.rn.satfinite.e4m3x2.f32":  # the first operand becomes the upper byte
+            low, high = torch.tensor(sources[::-1]).to(torch.float8_e4m3fn).view(torch.uint8).tolist()
+            registers[target] = low | high << 8
+        elif op == "mov.b32":  # the first operand becomes the lower half
+            registers[target] = sources[0] | sources[1] << 16
+        elif op in INSTRUCTIONS:
+            registers[target] = INSTRUCTIONS[op](*sources) & 0xFFFFFFFF
+        else:
+            assert op in ("", ".reg"), op
+    return registers["$0"]
+
+
+def test_the_assembly_packs_what_the_reference_packs():
+    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    values = torch.cat([values, -values])
+    rows = torch.stack([values[torch.randperm(16)] for _ in range(64)]).view(128, 8)
+    expected = reference._pack_e2m1(rows).view(torch.int32)[:, 0] & 0xFFFFFFFF
+    with unchecked():
+        assert [run(kernel._WORD, row) for row in (rows / 64).tolist()] == expected.long().remainder(2**32).tolist()
+
+
+# ---------------------------------------------------------------- MXFP8
+
+
+@needs_device
+@dtypes
+@pytest.mark.parametrize(("E", "N", "K"), [(1, 1, 32), (3, 5, 96), (2, 37, 64)], ids=str)
+def test_mxfp8(E, N, K, dtype):
+    w = placed(torch.randn(E, N, K) * 2.0 ** torch.randint(-9, 9, (E, N, 1)), dtype)
+    assert_same(kernel.mxfp8_quantize(w), reference.mxfp8_quantize(w))
+
+
+@needs_device
+def test_mxfp8_of_every_bfloat16():
+    w = placed(every_bfloat16(8, reference.FLOAT32_MAX), torch.float32 if INTERPRETED else torch.bfloat16)
+    assert w.unique().numel() == 2**16 - 2 * 128 - 1  # infinities, NaN; both zeros are one
+    assert_same(kernel.mxfp8_quantize(w), reference.mxfp8_quantize(w))
+
+
+@needs_device
+def test_mxfp8_special_blocks():
+    w = torch.randn(2, 11, 32)
+    w[0, 0], w[0, 1], w[0, 2, 1:] = 0, -0.0, 0
+    w[0, 3] = torch.linspace(440, 520, 32)  # saturates
+    w[0, 4:] *= torch.tensor([1e-45, 1e-40, 2.0**-126, 2.0**-119, 3e38 / 8, 1e30, 1e-20])[:, None]
+    w[1] = (torch.arange(32 * 11).view(11, 32) + 0.5) * 2.0**-12  # ties on the coarse grids
+    assert_same(kernel.mxfp8_quantize(placed(w)), reference.mxfp8_quantize(placed(w)))
+
+
+# ---------------------------------------------------------------- activations
+
+FAKES = {name: (getattr(kernel, name), getattr(reference, name)) for name in ("fake_nvfp4", "fake_mxfp8")}
+fakes = pytest.mark.parametrize("fake", FAKES.values(), ids=FAKES)
+
+
+@needs_device
+@dtypes
+@fakes
+@pytest.mark.parametrize("shape", [(1, 32), (3, 5, 96), (7, 1120), (0, 64)], ids=str)
+def test_activations(fake, shape, dtype):
+    x = placed(torch.randn(shape), dtype)
+    actual, expected = (function(x) for function in fake)
+    assert same_bits(actual, expected)
+
+
+@needs_device
+@fakes
+def test_activations_that_are_special(fake):
+    x = torch.randn(13, 64)
+    x[0], x[1], x[2, 1:], x[3, :32] = 0, -0.0, 0, 0
+    x[4:9] *= torch.tensor([1e-45, 1e-40, 2.0**-120, 1e30, 3e38 / 8])[:, None]
+    x[9] = torch.tensor([*E2M1_BOUNDS, 6.0] * 8)
+    x[10, 5], x[11, 40], x[12, 3], x[12, 4] = torch.nan, -torch.inf, torch.nan, torch.inf
+    x = placed(x)
+    actual, expected = (function(x) for function in fake)
+    nan = expected.isnan()
+    assert torch.equal(actual.isnan(), nan)
+    assert nan[10:].any(-1).all()
+    assert same_bits(actual.nan_to_num(), expected.nan_to_num())
+
+
+@gpu_only
+@fakes
+def test_large_activations(fake):
+    for shape in ((8192, 4608), (65536, 2304)):
+        x = torch.randn(shape, device=DEVICE, dtype=torch.bfloat16)
+        assert same_bits(*(function(x) for function in fake))
+
+
+# ---------------------------------------------------------------- what is refused, and who uses it
+
+
+@needs_device
+@formats
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf, 3e35])
+def test_values_without_a_code_are_refused_as_there(bad, quantisation):
+    w = placed(torch.randn(3, 5, 64))
+    w[1, 2, 3] = bad
+    if bad == 3e35 and quantisation == reference.MXFP8:
+        stored = (function(quantisation, w, "down") for function in (kernel.quantize_stored, reference.quantize_stored))
+        assert_same(*(tensors.values() for tensors in stored))
+        return
+    messages = []
+    for function in (kernel.quantize_stored, reference.quantize_stored):
+        with pytest.raises(InputError, match=r"^down: expert 1 holds") as error:
+            function(quantisation, w, "down")
+        messages.append(str(error.value))
+    assert messages[0] == messages[1]
+
+
+@needs_device
+@formats
+def test_what_has_no_encoding_is_refused(quantisation):
+    with unchecked():
+        with pytest.raises(InputError, match="up: a weight of shape"):
+            kernel.quantize_stored(quantisation, torch.ones(2, 3, 40, device=DEVICE), "up")
+        with pytest.raises(InputError, match="up: int32, expected a floating-point weight"):
+            kernel.quantize_stored(quantisation, torch.ones(2, 3, 32, dtype=torch.int32, device=DEVICE), "up")
+        with pytest.raises(InputError, match="float64, expected float32"):
+            kernel.quantize_stored(quantisation, torch.ones(2, 3, 32, dtype=torch.float64, device=DEVICE))
+        with pytest.raises(InputError, match="the last axis has 40 values"):
+            getattr(kernel, f"fake_{quantisation}")(torch.ones(3, 40, device=DEVICE))
+    with pytest.raises(InputError, match=r"weight: denominator 0\.0, expected a positive number"):
+        kernel.nvfp4_quantize(torch.ones(1, 2, 32, device=DEVICE), 0.0)
+
+
+@needs_device
+def test_saving_and_activations_take_the_kernels_of_the_backend(tmp_path):
+    config = ir.InklingConfig.tiny()
+    text = dataclasses.replace(config.text, moe_intermediate_size=64)  # whole blocks of either format
+    config = dataclasses.replace(config, text=text)
+    called = []
+
+    def spied(*args):
+        called.append(args[0])
+        return kernel.quantize_stored(*args)
+
+    for name, backend in (
+        ("kernels", dataclasses.replace(triton_backend(), quantize_stored=spied)),
+        ("plain", Backend()),
+    ):
+        ir.save(random_model(config, backend=backend).to(DEVICE), tmp_path / name, experts="nvfp4+mxfp8")
+    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("kernels", "plain")]
+    assert files[0] == files[1]
+    assert set(called) == {reference.NVFP4, reference.MXFP8}
+    model = ir.load(tmp_path / "plain", backend=triton_backend(), experts="packed", dtype=torch.float32, device=DEVICE)
+    found = [layer.mlp.experts.quantize for layer in model.quantize_activations().llm.layers]
+    assert set(found) == {kernel.fake_nvfp4, kernel.fake_mxfp8}
