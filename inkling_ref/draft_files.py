@@ -9,6 +9,7 @@ accepts.
 
 import re
 import warnings
+from collections.abc import Callable
 from dataclasses import asdict, fields
 from json import dumps
 from pathlib import Path
@@ -47,11 +48,19 @@ _OF_TARGET = {
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def load_drafter(folder: str | Path, model: Inkling, **choices: Any) -> Drafter:
+def load_drafter(
+    folder: str | Path,
+    model: Inkling,
+    part: Callable[[Drafter], dict[str, tuple[slice, ...]]] | None = None,
+    **choices: Any,
+) -> Drafter:
     """Read the drafter of `model`, on its device and in its dtype, in eval mode and without gradients.
+
+    `bytes_read` of the drafter counts the bytes of tensors that were read.
 
     Args:
         folder: holds mtp.safetensors, or is a drafter's own and holds model.safetensors.
+        part: turns an empty drafter into a part of itself, and tells what to read of each tensor: see `parallel`.
         choices: fields of `DSparkConfig` that are open, or to be tried otherwise than the config says.
 
     Raises:
@@ -75,14 +84,20 @@ def load_drafter(folder: str | Path, model: Inkling, **choices: Any) -> Drafter:
         with torch.device("meta"), ShapesOnly():
             drafter = Drafter(config, model)
         expected = dict(drafter.named_parameters())
-        _check(reader, names, expected, folder / file, model)
-        for name, parameter in expected.items():
-            tensor = reader.read(names[name])
+        slices = part(drafter) if part else {}
+
+        def read(name: str) -> Tensor:
+            return reader.read_slice(names[name], slices.get(name, ()))
+
+        _check(reader, names, expected, read, folder / file, model)
+        for name, parameter in list(drafter.named_parameters()):
+            tensor = read(name)
             if tensor.shape[0] < parameter.shape[0]:  # a table without the target's unused rows
                 tensor = torch.cat([tensor, tensor.new_zeros(parameter.shape[0] - len(tensor), *tensor.shape[1:])])
             module, _, leaf = name.rpartition(".")
             tensor = nn.Parameter(tensor.to(model.device, model.dtype), requires_grad=False)
             drafter.get_submodule(module).register_parameter(leaf, tensor)
+        drafter.bytes_read = reader.bytes_read
     return drafter.eval()
 
 
@@ -197,7 +212,14 @@ def _config(
     return config
 
 
-def _check(reader: CheckpointReader, names: dict[str, str], expected: dict[str, Tensor], file: Path, model: Inkling):
+def _check(
+    reader: CheckpointReader,
+    names: dict[str, str],
+    expected: dict[str, Tensor],
+    read: Callable[[str], Tensor],
+    file: Path,
+    model: Inkling,
+) -> None:
     """All that is unknown, missing or different, in one error."""
     problems = [f"{names[name]} is unknown" for name in sorted(set(names) - set(expected) - set(_SHARED))]
     for name, parameter in expected.items():
@@ -211,7 +233,7 @@ def _check(reader: CheckpointReader, names: dict[str, str], expected: dict[str, 
     for name, ours in _SHARED.items():
         if name in names:
             table = getattr(model.llm, ours).weight
-            theirs = reader.read(names[name]).to(table)
+            theirs = read(name).to(table)
             if theirs.shape[1:] != table.shape[1:] or not torch.equal(theirs, table[: len(theirs)]):
                 problems.append(f"{names[name]} is not the target's llm.{ours}.weight, which it would share")
     if problems:
@@ -228,7 +250,13 @@ def save_drafter(
     Args:
         dtype: of the stored tensors; None keeps the drafter's.
         metadata: text for the file's header.
+
+    Raises:
+        InputError: a rank's part of a drafter.
     """
+    share = getattr(drafter, "share", None)
+    if share is not None and share.plan.tp > 1:
+        raise InputError(f"drafter: the part of rank {share.rank} of {share.plan.world}, expected a whole one")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "config.json"

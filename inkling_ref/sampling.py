@@ -25,7 +25,7 @@ from numbers import Real
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -71,12 +71,51 @@ def sample(p: Float[Tensor, "B V"], generator: torch.Generator | None = None) ->
     return torch.multinomial(p, 1, generator=generator)[:, 0]
 
 
+class Vocabulary:
+    """What verdicts ask of the last axis of logits and distributions, which here is whole.
+
+    Where many ranks hold slices of it they give the same answers by exchanging a few numbers: `parallel.generation`.
+    """
+
+    def distribution(
+        self, logits: Float[Tensor, "*shape V"], temperature: Real, top_k: Real | None, top_p: Real | None
+    ) -> tuple[Float[Tensor, "*shape V"], Bool[Tensor, "*shape"]]:
+        """`probabilities`, and where all logits are finite; elsewhere p is uniform, as a NaN would fail other rows."""
+        sound = logits.amax(dim=-1).isfinite()
+        return probabilities(torch.where(sound[..., None], logits, 0), temperature, top_k, top_p), sound
+
+    def best(self, logits: Float[Tensor, "*shape V"]) -> Int[Tensor, "*shape"]:
+        """The likeliest, of equals the first."""
+        return logits.argmax(dim=-1)
+
+    def at(self, p: Float[Tensor, "*shape V"], ids: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+        return p.gather(-1, ids[..., None])[..., 0]
+
+    def sum(self, p: Float[Tensor, "*shape V"]) -> Float[Tensor, "*shape 1"]:
+        return p.sum(dim=-1, keepdim=True)
+
+    def one_hot(self, ids: Int[Tensor, "*shape"], p: Float[Tensor, "*shape V"]) -> Float[Tensor, "*shape V"]:
+        """All mass on `ids`, in the form of `p`."""
+        return F.one_hot(ids, p.shape[-1]).to(p.dtype)
+
+    def sample(self, p: Float[Tensor, "B V"], generator: torch.Generator | None) -> Int[Tensor, " B"]:
+        return sample(p, generator)
+
+    def spread(self, logits: Float[Tensor, "*shape V"], temperature: Real) -> Float[Tensor, "*shape V"]:
+        """Whole logits, from which sampling draws as from these."""
+        return logits
+
+
+WHOLE = Vocabulary()
+
+
 def accept(
     p: Float[Tensor, "B n1 V"],
     q: Float[Tensor, "B n V"] | None,
     drafts: Int[Tensor, "B n"],
     widths: Int[Tensor, " B"],
     generator: torch.Generator | None = None,
+    vocabulary: Vocabulary = WHOLE,
 ) -> tuple[Int[Tensor, " B"], Int[Tensor, " B"]]:
     """How many drafts of each row stand, and the token that follows them (second part of the module docstring).
 
@@ -84,25 +123,26 @@ def accept(
         p: the target's distributions at the drafts' positions and at the one after: n1 = n + 1.
         q: what the drafts were drawn from; None: they were not drawn, q is all on the draft.
         widths: how many of a row's drafts count; the choice may depend on drafts before a position, never on later.
+        vocabulary: how the axis V is read.
     """
     rows, n = torch.arange(len(drafts), device=drafts.device), drafts.shape[1]
-    p_draft = p[:, :n].gather(-1, drafts[..., None])[..., 0]
-    q_draft = torch.ones_like(p_draft) if q is None else q.gather(-1, drafts[..., None])[..., 0]
+    if n == 0:
+        return torch.zeros_like(rows), vocabulary.sample(p[:, 0], generator)
+    p_draft = vocabulary.at(p[:, :n], drafts)
+    q_draft = torch.ones_like(p_draft) if q is None else vocabulary.at(q, drafts)
     # u q < p rather than u < p / q: nothing to divide by, and p = 0 is never accepted.
     stands = torch.rand(p_draft.shape, generator=generator, device=p.device, dtype=p.dtype) * q_draft < p_draft
     stands = stands & (torch.arange(n, device=p.device) < widths[:, None])
     accepted = stands.long().cumprod(dim=1).sum(dim=1)
 
-    p_next = p[rows, accepted]
-    if n == 0:
-        return accepted, sample(p_next, generator)
-    at = accepted.clamp(max=n - 1)
-    q_next = F.one_hot(drafts[rows, at], p.shape[-1]).to(p.dtype) if q is None else q[rows, at]
+    p_next, at = p[rows, accepted], accepted.clamp(max=n - 1)
+    q_next = vocabulary.one_hot(drafts[rows, at], p_next) if q is None else q[rows, at]
     residual = (p_next - q_next).clamp(min=0)
-    mass = residual.sum(dim=-1, keepdim=True)
+    mass = vocabulary.sum(residual)
     # No mass is left where p = q; a rejection there is rounding, and p is then as good.
     is_rejected = (accepted < widths)[:, None] & (mass > 1e-8)
-    return accepted, sample(torch.where(is_rejected, residual / mass.clamp(min=1e-30), p_next), generator)
+    drawn_from = torch.where(is_rejected, residual / mass.clamp(min=1e-30), p_next)
+    return accepted, vocabulary.sample(drawn_from, generator)
 
 
 def accept_greedy(

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from .decode_step import NOT_FINITE
 from .errors import InputError
-from .sampling import accept, accept_greedy, check_count, probabilities, sample
+from .sampling import WHOLE, accept, accept_greedy, check_count
 from .stepping import Stepping
 
 # ---------------------------------------------------------------- schedules
@@ -159,6 +159,7 @@ class Speculation:
         self.width = drafting.num_tokens or self.drafter.num_draft_tokens
         self.sampling, self.generator = (temperature, top_k, top_p), generator
         self.is_greedy = temperature == 0
+        self.vocabulary = getattr(model, "vocabulary", WHOLE)  # a model on many ranks may have another
         self.stats = DraftStats(checked=[0] * self.width, accepted=[0] * self.width)
         self.context = self.drafter.new_context(batch_size)
 
@@ -169,6 +170,7 @@ class Speculation:
             model = cache if isinstance(cache, Stepping) else self.model
             output = model(input_ids, cache=cache, **options)
         self._append(taps, cache, [new - old for new, old in zip(cache.lengths, before, strict=True)])
+        output.logits = self.vocabulary.spread(output.logits, self.sampling[0])  # the first token is not chosen here
         return output
 
     def _observe(self, cache: Any) -> AbstractContextManager[dict[int, Tensor]]:
@@ -181,12 +183,10 @@ class Speculation:
 
     def _choose(self, logits: Float[Tensor, "B V"]) -> tuple[Int[Tensor, " B"], Float[Tensor, "B V"] | None]:
         """The drafter's next token of every row, and what it was drawn from."""
-        largest, token = logits.max(dim=-1)
         if self.is_greedy or self.drafting.greedy:
-            return token, None
-        # A drafter that breaks costs speed, nothing else.
-        q = probabilities(torch.where(largest.isfinite()[:, None], logits, 0), *self.sampling)
-        return sample(q, self.generator), q
+            return self.vocabulary.best(logits), None
+        q, _ = self.vocabulary.distribution(logits, *self.sampling)  # a drafter that breaks costs speed, nothing else
+        return self.vocabulary.sample(q, self.generator), q
 
     @torch.inference_mode()
     def round(self, cache: Any, anchors: Int[Tensor, " B"], room: list[int], eos: set[int]) -> list[list[int]]:
@@ -211,14 +211,14 @@ class Speculation:
                 logits = cache.append(block, counts.tolist()).logits
             else:
                 logits = self.model(block, cache=cache, attention_mask=mask).logits
-        largest, best = logits.max(dim=-1)
-        sound = largest.isfinite()
         limit = torch.tensor(widths, device=anchors.device)
         if self.is_greedy:
+            largest, best = logits.max(dim=-1)
+            sound = largest.isfinite()
             accepted, token = accept_greedy(best, drafts, limit)
         else:
-            p = probabilities(torch.where(sound[..., None], logits, 0), *self.sampling)
-            accepted, token = accept(p, q, drafts, limit, self.generator)
+            p, sound = self.vocabulary.distribution(logits, *self.sampling)
+            accepted, token = accept(p, q, drafts, limit, self.generator, self.vocabulary)
         written = torch.cat([drafts, token[:, None]], dim=1).scatter(1, accepted[:, None], token[:, None])
         written = torch.where(sound, written, NOT_FINITE).tolist()
 

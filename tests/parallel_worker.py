@@ -29,11 +29,11 @@ from inkling_ref.chat import Prompt, Tokenizer, render
 from inkling_ref.cli import NANO
 from inkling_ref.config import InklingConfig
 from inkling_ref.draft_config import DSparkConfig
-from inkling_ref.draft_files import load_drafter
 from inkling_ref.dspark import Drafter
 from inkling_ref.model import Inkling
 from inkling_ref.parallel.apply import Mesh, load, parallelize
-from inkling_ref.parallel.generation import adopt, finish, generate
+from inkling_ref.parallel.drafter import adopt, load_drafter
+from inkling_ref.parallel.generation import finish, generate
 from inkling_ref.parallel.launch import world
 from inkling_ref.parallel.plan import Plan
 from inkling_ref.sampling import probabilities
@@ -382,7 +382,7 @@ def check_nano_drafts(reference: Inkling, model: Inkling, rows: range) -> None:
     prompt = nano_prompt({"type": "image", "image": str(PICTURE)}, "Describe the picture.")
     images = {"pixel_values": prompt.pixel_values, "image_grid_thw": prompt.image_grid_thw}
     plain = generation.generate(reference, [prompt.input_ids], 12, **images).tokens
-    drafted = generate(model, [prompt.input_ids], max_new_tokens=12, drafter=adopt(load_drafter(NANO, model)), **images)
+    drafted = generate(model, [prompt.input_ids], max_new_tokens=12, drafter=load_drafter(NANO, model), **images)
     assert drafted.tokens == plain
     assert drafted.stats.decode_steps < 11
 

@@ -520,13 +520,13 @@ def test_the_distribution_of_texts_is_that_without_drafting(settings, sampling):
     assert chi_square(ToyTarget(1), Drafting(ToyDrafter(2), **settings), **sampling) > 0.01
 
 
-def from_target(p, q, drafts, widths, generator=None):
+def from_target(p, q, drafts, widths, generator, vocabulary):
     """Wrong: the replacement is drawn from p, not from what q left of it."""
     accepted, _ = sampling_module.accept(p, q, drafts, widths, generator)
     return accepted, sampling_module.sample(p[torch.arange(len(p)), accepted], generator)
 
 
-def not_renormalised(p, q, drafts, widths, generator=None):
+def not_renormalised(p, q, drafts, widths, generator, vocabulary):
     """Wrong: what q left of p is taken for a distribution as it is; the mass that lacks falls to the last token."""
     accepted, token = sampling_module.accept(p, q, drafts, widths, generator)
     rows, at = torch.arange(len(p)), accepted.clamp(max=max(0, drafts.shape[1] - 1))

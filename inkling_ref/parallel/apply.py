@@ -90,7 +90,7 @@ def parallelize(model: Inkling, mesh: Mesh) -> Inkling:
     mesh.plan.check(model.config, [layer.mlp.experts.stored_format for layer in model.llm.layers])
     share = Share(model.config, mesh.plan, mesh.rank)
     for name, cut in share.slices().items():
-        _cut(model, name, cut)
+        cut_parameter(model, name, cut)
     llm, current = model.llm, Pass(share, mesh.tp, mesh.dp)
     sends = mesh.plan.exchange == "all_to_all"
     for i, layer in enumerate(llm.layers):
@@ -120,7 +120,8 @@ def _all_tokens(current: Pass, x_q: Tensor, x_k: Tensor, x_v: Tensor, *others: A
     return (*current.all_tokens(torch.cat([x_q, x_k, x_v], dim=-1)).chunk(3, dim=-1), *others)
 
 
-def _cut(model: Inkling, name: str, cut: tuple[slice, ...]) -> None:
+def cut_parameter(model: nn.Module, name: str, cut: tuple[slice, ...]) -> None:
+    """Leave of one parameter, or of packed experts, what is asked for."""
     module_name, _, leaf = name.rpartition(".")
     module = model.get_submodule(module_name)
     if leaf in module._parameters:

@@ -1,31 +1,32 @@
 """Generation on a world of ranks: `inkling_ref.generate` on every rank, with what has to agree among them.
 
-All ranks of a tp group call with the same prompts and draw the same random numbers, so they write the same tokens;
-candidates travel instead of logits, except where a draft is judged at a temperature alone (see `layers.ShardedHead`).
-Groups with batches of their own take turns pass by pass: one that has finished, or never had a prompt, still lends its
-experts to the others until all are done.
+All ranks of a tp group call with the same prompts and draw the same random numbers, so they write the same tokens. Not
+logits travel but candidates (see `layers.ShardedHead`), and sums where drafts are judged at a temperature alone (see
+`Slices`). Groups with batches of their own take turns pass by pass: one that has finished, or never had a prompt, still
+lends its experts to the others until all are done.
 """
 
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
+from numbers import Real
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
 
 from .. import generation
-from ..dspark import Drafter
 from ..model import Inkling
-from ..speculative import Drafting
+from ..sampling import Vocabulary
+from .layers import ShardedHead
 
 
 def generate(model: Inkling, input_ids: Any, **options: Any) -> generation.Generation | None:
     """`inkling_ref.generate` for a model of `parallelize`; input_ids None: this dp group has no prompts.
 
     Greedy, top_k and top_p choose as the single process does. With temperature alone the distribution is the same,
-    and the tokens of a seed are others. A drafter must have been through `adopt`.
+    and the tokens of a seed are others. A drafter is one of `drafter.adopt`.
     """
     result = None
     if input_ids is not None:
@@ -52,13 +53,17 @@ def _sampling(model: Inkling, wanted: tuple, seed: int, has_drafter: bool) -> It
     head = model.llm.logits
     temperature, top_k, top_p = wanted
     head.sampling = (temperature or 0.0, top_k, top_p)
-    if not has_drafter:  # a verdict on drafts needs the distribution itself
-        rank = model.mesh.rank
-        head.noise = torch.Generator(device=model.device).manual_seed((seed + 7919 * (rank + 1)) % 2**63)
+    noise = torch.Generator(device=model.device).manual_seed((seed + 7919 * (model.mesh.rank + 1)) % 2**63)
+    model.vocabulary = Vocabulary()
+    if not has_drafter:
+        head.noise = noise
+    elif temperature and top_k is None and top_p in (None, 1) and head.tp.size > 1:  # the rest has few candidates
+        model.vocabulary = Slices(head, noise)
     try:
         yield
     finally:
         head.sampling = head.noise = None
+        del model.vocabulary
 
 
 @torch.inference_mode()
@@ -73,45 +78,45 @@ def finish(model: Inkling) -> None:
             layer.mlp(nothing)
 
 
-def adopt(drafter: Drafter | Drafting) -> Drafter | Drafting:
-    """Make a drafter of a parallel model one of its world; once for each drafter.
+class Slices(Vocabulary):
+    """The vocabulary's axis in slices, one a rank; for each row a few numbers travel, however many tokens there are.
 
-    It sees whole tokens, and all but its head's table W_2 is on every rank: base logits and corrections are by rows of
-    the vocabulary, like the target's, and for each drafted token candidates travel.
+    A token is drawn by a race: of numbers p / e, with e exponential, the largest is v's with probability p(v). Every
+    rank names its largest. The noise differs by rank; whether a draft stands is drawn from what all ranks share.
     """
-    inner = drafter.drafter if isinstance(drafter, Drafting) else drafter
-    model: Inkling = inner.model
-    head, current, observe, propose = model.llm.logits, model.current, inner.observe, inner.propose
 
-    @contextmanager
-    def observe_all(model: Inkling) -> Iterator[dict[int, Tensor]]:
-        T = None
+    def __init__(self, head: ShardedHead, noise: torch.Generator) -> None:
+        self.head, self.noise = head, noise
+        row = torch.arange(max(head.counts), device=noise.device)
+        self.ids = torch.where(row < head.counts[head.tp.rank], row + head.first, -1)  # others may have one row more
 
-        def note(_: Any, inputs: tuple) -> None:
-            nonlocal T
-            T = current.T
+    def distribution(
+        self, logits: Float[Tensor, "*shape rows"], temperature: Real, top_k: Real | None, top_p: Real | None
+    ) -> tuple[Float[Tensor, "*shape rows"], Bool[Tensor, "*shape"]]:
+        # In float64 no temperature overflows, and nothing is lost without the largest logit of all ranks.
+        scaled = logits.double() / max(temperature, torch.finfo(torch.float32).tiny)
+        log_mass = self.head.tp.gather(scaled.logsumexp(dim=-1, keepdim=True), -1).logsumexp(dim=-1, keepdim=True)
+        sound = log_mass.isfinite()
+        p = torch.where(sound, (scaled - log_mass).exp(), 1 / self.head.used).masked_fill(self.ids < 0, 0)
+        return p.to(logits.dtype), sound[..., 0]
 
-        handle = model.llm.layers[0].register_forward_pre_hook(note)
-        try:
-            with observe(model) as taps:
-                yield taps
-        finally:
-            handle.remove()
-        if T is not None:  # taps hold this rank's tokens, but for those that look at the gathered output
-            current.T = T
-            for id, tap in taps.items():
-                if tap.shape[1] != T:
-                    taps[id] = current.all_tokens(tap)
-            current.T = None
+    def best(self, logits: Float[Tensor, "*shape rows"]) -> Int[Tensor, "*shape"]:
+        values, ids = self.head.candidates(logits, 1)
+        return ids.gather(-1, values.argmax(dim=-1, keepdim=True))[..., 0]
 
-    inner.observe = observe_all
-    inner.base_logits = lambda h: head.local(h, inner.config.softcap)
-    inner.propose = lambda context, anchors, n, choose: propose(
-        context, anchors, n, lambda local: choose(head.exchange(local))
-    )
-    inner.used = max(head.counts)
-    if inner.markov_head is not None:
-        table, n = inner.markov_head.markov_w2, head.counts[model.mesh.tp.rank]
-        rows = F.pad(table.weight[head.first : head.first + n], (0, 0, 0, inner.used - n))
-        table.weight = nn.Parameter(rows.clone(), requires_grad=False)
-    return drafter
+    def at(self, p: Float[Tensor, "*shape rows"], ids: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+        return self.sum(torch.where(ids[..., None] == self.ids, p, 0))[..., 0]
+
+    def sum(self, p: Float[Tensor, "*shape rows"]) -> Float[Tensor, "*shape 1"]:
+        # Gathered, and added up in one order: ranks that differed in a bit could come to different verdicts.
+        return self.head.tp.gather(p.sum(dim=-1, keepdim=True), -1).sum(dim=-1, keepdim=True)
+
+    def one_hot(self, ids: Int[Tensor, "*shape"], p: Float[Tensor, "*shape rows"]) -> Float[Tensor, "*shape rows"]:
+        return (ids[..., None] == self.ids).to(p.dtype)
+
+    def sample(self, p: Float[Tensor, "B rows"], generator: torch.Generator | None) -> Int[Tensor, " B"]:
+        e = torch.empty_like(p).exponential_(generator=self.noise).clamp(min=torch.finfo(p.dtype).tiny)
+        return self.best(p / e)
+
+    def spread(self, logits: Float[Tensor, "*shape rows"], temperature: Real) -> Float[Tensor, "*shape V"]:
+        return self.head.draw(logits, temperature, self.noise)

@@ -256,7 +256,8 @@ class ShardedHead:
       until then their number doubles. What is left of the mass is spread over the tokens that nobody named, all below
       the cut.
     - all of the distribution (temperature alone): each rank adds noise to its logits and names the largest, which is
-      a draw from the whole (Gumbel). It then stands alone.
+      a draw from the whole (Gumbel). It then stands alone. Without noise, nothing is exchanged: every rank's logits
+      stay its own, for a verdict on drafts (`generation.Slices`).
     """
 
     def __init__(self, llm: TextModel, share: Share, tp: Group) -> None:
@@ -278,12 +279,12 @@ class ShardedHead:
             return self.whole(local)
         temperature, top_k, top_p = self.sampling
         if temperature == 0:
-            return self._spread(*self._candidates(local, 1))
+            return self._spread(*self.candidates(local, 1))
         if top_k is not None:
-            return self._spread(*self._candidates(local, top_k))
+            return self._spread(*self.candidates(local, top_k))
         if top_p is not None and top_p < 1:
             return self._nucleus(local, temperature, top_p)
-        return self.whole(local) if self.noise is None else self._draw(local, temperature)
+        return local if self.noise is None else self.draw(local, temperature, self.noise)
 
     def local(self, hidden: Float[Tensor, "*shape D"], capped: bool = True) -> Float[Tensor, "*shape rows"]:
         """Logits of this rank's rows, -inf where others have one row more."""
@@ -296,7 +297,7 @@ class ShardedHead:
         parts = self.tp.gather(local, -1).unflatten(-1, (self.tp.size, -1))
         return torch.cat([parts[..., i, :n] for i, n in enumerate(self.counts)], dim=-1)
 
-    def _candidates(self, local: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    def candidates(self, local: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Values and ids of every rank's `count` likeliest, ties to the lower id: [..., tp * count]."""
         count = min(count, local.shape[-1])
         if count == 1:
@@ -322,7 +323,7 @@ class ShardedHead:
         log_total = torch.logsumexp(self.tp.gather(mass, -1), dim=-1, keepdim=True)
         count = self.few
         while True:
-            values, ids = self._candidates(local, count)
+            values, ids = self.candidates(local, count)
             p = (values / temperature - log_total).exp()
             if count >= local.shape[-1]:
                 return self._spread(values, ids)
@@ -336,10 +337,11 @@ class ShardedHead:
         rest = (1 - p.sum(dim=-1, keepdim=True)).clamp(min=1e-30) / unnamed
         return self._spread(values, ids, (rest.log() + log_total) * temperature)
 
-    def _draw(self, local: Tensor, temperature: float) -> Tensor:
-        uniform = torch.rand(local.shape, generator=self.noise, device=local.device, dtype=local.dtype)
+    def draw(self, local: Tensor, temperature: float, noise: torch.Generator) -> Tensor:
+        """One token by noise that differs by rank; all others stand as -inf."""
+        uniform = torch.rand(local.shape, generator=noise, device=local.device, dtype=local.dtype)
         gumbel = -torch.log(-torch.log(uniform.clamp(min=torch.finfo(local.dtype).tiny)))
-        values, ids = self._candidates(local / temperature + gumbel, 1)
+        values, ids = self.candidates(local / temperature + gumbel, 1)
         value, winner = values.max(dim=-1, keepdim=True)
         drawn = torch.where(value.isfinite(), 0.0, value)  # a NaN stays one, and stops generation
         return self._spread(drawn, ids.gather(-1, winner))

@@ -23,13 +23,13 @@ import torch.distributed as dist
 from ..chat import Tokenizer, render
 from ..checkpoint import layer_formats
 from ..config import InklingConfig
-from ..draft_files import load_drafter
 from ..errors import InputError
 from ..model import Inkling
 from ..tensor_files import whole_file
 from .apply import Mesh, load
 from .collectives import Link
-from .generation import adopt, generate
+from .drafter import load_drafter
+from .generation import generate
 from .launch import rank_and_size, variable, world
 from .plan import Plan, split
 from .synthetic import synthetic
@@ -120,7 +120,7 @@ def main(
             model = load(checkpoint, mesh, device, dtype, backend)
         else:
             model = synthetic(config, mesh, device, dtype, backend, experts, skew)
-        drafter = adopt(load_drafter(checkpoint, model)) if draft else None
+        drafter = load_drafter(checkpoint, model) if draft else None
         load_seconds = time.perf_counter() - start
         rows = split(len(tokens), plan.dp)[model.share.dp_index]
         prompts = [tokens[i] for i in rows] or None
@@ -128,7 +128,7 @@ def main(
         own = _measure(model, prompts, options, trace)
         note = TOGETHER if only_rank is None else ALONE
         head = {"rank": mesh.rank, "note": note, "load_seconds": load_seconds}
-        own = {**head, "bytes_read": getattr(model, "bytes_read", 0), **own}
+        own = {**head, "bytes_read": sum(getattr(part, "bytes_read", 0) for part in (model, drafter)), **own}
         ranks = [own]
         if only_rank is None and plan.world > 1:
             ranks = [None] * plan.world
@@ -221,7 +221,8 @@ def _measure(model: Inkling, prompts: list[list[int]] | None, options: dict, tra
             "decode_steps": stats.decode_steps,
             "decode_seconds": stats.decode_seconds,
         }
-    tensors = [*model.parameters(), *model.buffers()]
+    parts = [model] if options["drafter"] is None else [model, options["drafter"]]
+    tensors = [tensor for part in parts for tensor in (*part.parameters(), *part.buffers())]
     memory = {
         "weight_bytes": sum(t.nbytes for t in tensors),
         "cache_bytes": sum(cache.num_bytes() for cache in caches),

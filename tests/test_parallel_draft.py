@@ -1,0 +1,114 @@
+"""The drafter on many ranks: what one process drafts, in slices, and the distribution that one process has."""
+
+import pytest
+import torch
+from helpers import random_model
+from parallel_draft_worker import (
+    DraftCase,
+    check_distribution,
+    check_folder,
+    check_pictures,
+    check_proposals,
+    check_traffic,
+    random_drafter,
+    run_drafts,
+    text_only,
+)
+from parallel_worker import picture_config, start
+from parallel_worker import text_config as config
+from test_parallel import CUT, EIGHT, SEND, succeed
+
+from inkling_ref import InputError, checkpoint, save_drafter
+from inkling_ref.config import InklingConfig
+from inkling_ref.parallel.apply import Mesh, parallelize
+from inkling_ref.parallel.drafter import adopt
+from inkling_ref.parallel.plan import Plan
+
+KINDS = {
+    "gated": {"markov_head_type": "gated", "confidence_head_with_markov": False},
+    "vanilla, no confidence": {"markov_head_type": "vanilla", "enable_confidence_head": False},
+    "none, rope": {
+        "markov_head_type": "none", "markov_rank": 0, "confidence_head_with_markov": False, "qk_norm": "rms",
+        "rope_theta": 1e4, "d_rel": 0, "attention_gate": False, "attention_sink": False,
+    },
+}  # fmt: skip
+# 5 used tokens of 7: on 2 ranks 4 and 1, on 3 ranks 3, 2 and none.
+FEW = text_only(7, 5, hidden_size=36, num_key_value_heads=3, swa_num_key_value_heads=3)
+RIGHT = {"settings": {}, "temperature": 4.0, "wrong": False}  # the logits are large
+
+
+def distribution(name: str, plan: Plan, **options) -> DraftCase:
+    return DraftCase(name, check_distribution, plan, FEW, {**RIGHT, **options})
+
+
+def pictures(**sizes) -> InklingConfig:
+    return InklingConfig(config(**sizes).text, InklingConfig.tiny().vision, InklingConfig.tiny().image_token_id)
+
+
+WORLDS = {
+    2: [
+        DraftCase("heads", check_proposals, Plan(2), config()),
+        *(DraftCase(kind, check_proposals, Plan(2), config(), sizes) for kind, sizes in KINDS.items()),
+        DraftCase("sequence", check_proposals, Plan(2, **CUT), config()),
+        DraftCase("traffic", check_traffic, Plan(2), config()),
+        DraftCase("dp, pictures", check_pictures, Plan(1, 2), picture_config(), {"rows": (1, 1)}),
+        DraftCase("dp, a group without rows", check_pictures, Plan(1, 2, **SEND), picture_config(), {"rows": (2, 0)}),
+    ],
+    3: [
+        DraftCase("more ranks than key/value heads", check_proposals, Plan(3), FEW, {"num_key_value_heads": 1}),
+        distribution("drawn", Plan(3)),
+        distribution("greedy drafts", Plan(3), settings={"greedy": True}, temperature=8.0),
+        distribution("wrong", Plan(3), wrong=True),
+    ],
+    8: [
+        DraftCase("tp", check_proposals, Plan(8), EIGHT, {"num_attention_heads": 8}),
+        DraftCase(
+            "tp x dp, pictures, sequence", check_pictures, Plan(4, 2, **CUT),
+            pictures(swa_num_attention_heads=8, swa_num_key_value_heads=4), {"rows": (1, 1)},
+        ),
+        DraftCase(
+            "dp, pictures, sending", check_pictures, Plan(1, 8, **SEND), picture_config(),
+            {"rows": (0, 1, 0, 0, 1, 0, 0, 0)},
+        ),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("size", WORLDS)
+def test_a_world_drafts_as_one_process_does(size, tmp_path):
+    succeed(start(size, tmp_path, run_drafts, WORLDS[size]))
+
+
+def test_every_rank_reads_its_slices_of_the_drafter(tmp_path):
+    model = random_model(config())
+    checkpoint.save(model, tmp_path / "model")
+    save_drafter(random_drafter(model), tmp_path / "model")
+    succeed(start(2, tmp_path, check_folder, tmp_path / "model"))
+
+
+def part(tp: int, **sizes):
+    model = parallelize(random_model(EIGHT), Mesh.stand_in(Plan(tp), 1))
+    return adopt(random_drafter(model, **sizes))
+
+
+@pytest.mark.parametrize(
+    ("tp", "sizes", "message"),
+    [
+        (4, {}, "tp is 4, expected a divisor of the drafter's num_attention_heads 6"),
+        (2, {"num_key_value_heads": 3}, "tp is 2, expected a divisor or a multiple of the drafter's num_key_value_h"),
+    ],
+    ids=["heads", "key/value heads"],
+)
+def test_heads_that_the_ranks_cannot_share_are_refused(tp, sizes, message):
+    with pytest.raises(InputError, match=message):
+        part(tp, **sizes)
+
+
+def test_a_part_is_neither_cut_again_nor_saved_for_the_whole(tmp_path):
+    drafter = part(2)
+    with pytest.raises(InputError, match="drafter: rank 1's part already, expected a whole one"):
+        adopt(drafter)
+    with pytest.raises(InputError, match="drafter: the part of rank 1 of 2, expected a whole one"):
+        save_drafter(drafter, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    assert drafter.layers[0].self_attn.q_proj.weight.shape == torch.Size([30, 32])
