@@ -10,7 +10,7 @@ from kernel_contract import DEVICE, bound, dtypes, needs_device, placed, poisone
 from inkling_ref import fused
 from inkling_ref.errors import InputError
 from inkling_ref.kernels import projections
-from inkling_ref.kernels.projections import FEW, choose_tile, project
+from inkling_ref.kernels.projections import FEW, Tile, choose_tile, project
 
 pytestmark = needs_device
 
@@ -111,18 +111,22 @@ def test_several_dtypes_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("M", "tiles", "expected"),
+    ("M", "counts", "expected"),
     [
-        pytest.param(1, 474, (8, 4, 4), id="sliding"),
-        pytest.param(16, 476, (16, 4, 4), id="full, 16 rows"),
-        pytest.param(8, 144, (8, 8, 4), id="output"),
-        pytest.param(9, 1000, (16, 4, 3), id="more than a wave"),
-        pytest.param(9, 5, (16, 8, 7), id="few tiles"),
+        pytest.param(1, [15152], Tile(29, 32, 8, 4, 4), id="sliding"),
+        pytest.param(16, [13104, 1056, 1056], Tile(29, 32, 16, 4, 4), id="full, 16 rows"),
+        pytest.param(8, [4608], Tile(18, 32, 8, 8, 4), id="output"),
+        pytest.param(9, [32 * 132 * 9], Tile(32, 32, 16, 4, 3), id="many rows"),
+        pytest.param(9, [40, 41], Tile(1, 16, 16, 8, 9), id="few rows"),
     ],
 )
-def test_programs_fill_the_shared_memory(monkeypatch, M, tiles, expected):
+def test_programs_fill_the_processors(monkeypatch, M, counts, expected):
     monkeypatch.setattr(projections, "INTERPRETED", False)
     monkeypatch.setattr(projections, "processors", lambda _: 132)  # an H200's
     h200 = type("", (), {"shared_memory_per_multiprocessor": 228 * 1024})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: h200)
-    assert choose_tile(M, tiles, torch.device("cuda")) == expected
+    tile = choose_tile(M, counts, torch.device("cuda"))
+    assert tile == expected
+    programs = -(-sum(-(-n // tile.share) for n in counts) // 132)
+    shared = 2 * tile.ways * 64 * ((tile.stages - 1) * tile.rows + tile.tokens) + 1024
+    assert programs * shared <= 228 * 1024 or tile.stages == 3

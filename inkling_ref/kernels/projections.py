@@ -6,20 +6,21 @@ $$ y_{m,n} = \sum_k x_{m,k} W_{n,k} $$
 
 One token multiplies each number of W once, so all that counts is that memory is never idle:
 
-- **Enough programs, equal ones.** A program holds 32 rows of W and all of x. Its four warps share the columns, every
-  fourth block of 64 each, as a product in three dimensions [warps, rows, columns]; their sums are added at the end, in
-  a fixed order. So no sum is spread over programs, and the same rows give the same bits every time.
-- **One wave.** The programs divide the shared memory of their processor among them and fill it with weights on their
-  way: about 190 KB, where 30 KB would do to cover the latency of memory (Little's law).
+- **Equal programs, in one wave.** Every processor gets the same number of programs, and every program the same number
+  of rows of W, up to 32. Its warps share the columns, in blocks of 64 by turns, as a product in three dimensions
+  [warps, rows, columns]; their sums are added at the end, in a fixed order. So no sum is spread over programs, and a
+  row of x gives the same bits every time.
+- **Memory full of requests.** The programs divide the shared memory of their processor among them and fill it with
+  weights on their way: up to 190 KB, where 30 KB would cover the latency of memory (Little's law).
 - **Before the kernel in front has ended** (programmatic dependent launch). Weights depend on nothing. So the first of
   them are on their way when the program waits for its rows, which it does within the loop, after the pipeline's first
-  loads: while one token's attention or mixture takes its few microseconds, 25 MB arrive. Rows of x are read in
-  branches, a step ahead, because what the pipeliner sees it would read before the wait.
+  loads: in the few microseconds of a token's mixture up to 20 MB can arrive. Rows of x are read in branches, a step
+  ahead, because what the pipeliner sees it would read before the wait.
 
-Several inputs (queries, keys and values of a full layer) are one launch too: W holds the rows for each in turn.
+Several inputs (those of queries, keys and values in a full layer), each with its weight, are one launch too.
 """
 
-from typing import no_type_check
+from typing import NamedTuple, no_type_check
 
 import torch
 import triton
@@ -33,39 +34,50 @@ from . import INTERPRETED, adjacent, dependent, processors, require
 from .decode import wait, ways_added
 
 FEW: int = 16  # rows of x up to which the weight's bytes decide; of more, a processor would read x too often
-_ROWS, _STEP = 32, 64  # a program's rows of a weight; columns of a warp's step
+_ROWS, _STEP = 32, 64  # most rows of a program; columns of a warp's step
+
+
+class Tile(NamedTuple):
+    """How one call is cut, and what the compiler is told."""
+
+    share: int  # rows of a weight that a program has
+    rows: int  # of its tile
+    tokens: int  # rows of x in the tile
+    ways: int  # warps, which share the columns
+    stages: int
 
 
 @triton.jit(do_not_specialize=["M"])
 @no_type_check
 def _project(
     x_ptrs, w_ptrs, x_strides, out_ptr, M, out_m,
-    K: tl.constexpr, COUNTS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, WAYS: tl.constexpr,
-    STEP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    K: tl.constexpr, COUNTS: tl.constexpr, SHARE: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    WAYS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A tile of rows of one weight; weight i has COUNTS[i] rows, and its outputs follow those of the one before."""
-    tile = tl.program_id(0)
-    x_ptr, w_ptr, x_m, row, count = x_ptrs[0], w_ptrs[0], x_strides[0], tile * ROWS, COUNTS[0]
-    next_tile, next_column = (COUNTS[0] + ROWS - 1) // ROWS, COUNTS[0]
+    """SHARE rows of one weight; weight i has COUNTS[i] rows, and its outputs follow those of the one before."""
+    part = tl.program_id(0)
+    x_ptr, w_ptr, x_m, count = x_ptrs[0], w_ptrs[0], x_strides[0], COUNTS[0]
+    first, stop, columns = 0, (COUNTS[0] + SHARE - 1) // SHARE, COUNTS[0]  # parts of this weight; its columns
     for i in tl.static_range(1, len(COUNTS)):
-        if tile >= next_tile:
-            x_ptr, w_ptr, x_m, row, count = x_ptrs[i], w_ptrs[i], x_strides[i], (tile - next_tile) * ROWS, COUNTS[i]
-            out_ptr += next_column
-            next_column = COUNTS[i]
-        next_tile += (COUNTS[i] + ROWS - 1) // ROWS
+        if part >= stop:
+            x_ptr, w_ptr, x_m, count = x_ptrs[i], w_ptrs[i], x_strides[i], COUNTS[i]
+            first, out_ptr, columns = stop, out_ptr + columns, COUNTS[i]
+        stop += (COUNTS[i] + SHARE - 1) // SHARE
+    row = (part - first) * SHARE
     SPAN: tl.constexpr = WAYS * STEP
     rows, tokens = row + tl.arange(0, ROWS), tl.arange(0, TOKENS)
+    mine = rows < tl.minimum(row + SHARE, count)
     k = (tl.arange(0, WAYS)[:, None] * STEP + tl.arange(0, STEP)[None, :])[:, None, :]
-    w_at = w_ptr + tl.minimum(rows, count - 1).to(tl.int64)[None, :, None] * K + k
+    w_at = w_ptr + rows.to(tl.int64)[None, :, None] * K + k
     x_at = x_ptr + tokens[None, :, None] * x_m + k
     live = tokens[None, :, None] < M
     x = tl.zeros(x_at.shape, w_ptr.dtype.element_ty)
     acc = tl.zeros([WAYS, ROWS, TOKENS], tl.float32)
     for start in tl.range(0, K, SPAN, num_stages=STAGES):
-        if K % SPAN == 0:
-            w = tl.load(w_at + start)
-        else:
-            w = tl.load(w_at + start, mask=k < K - start, other=0.0)
+        inside = mine[None, :, None]
+        if K % SPAN != 0:
+            inside = inside & (k < K - start)
+        w = tl.load(w_at + start, mask=inside, other=0.0)
         if start == 0:
             if PDL:
                 wait()
@@ -79,19 +91,22 @@ def _project(
     tl.store(out_ptr + tokens[None, :] * out_m + rows[:, None], y, mask=(rows[:, None] < count) & (tokens[None, :] < M))
 
 
-def choose_tile(M: int, tiles: int, device: torch.device) -> tuple[int, int, int]:
-    """Rows of x, warps, and the pipeline's stages, with which one wave of programs fills the shared memory.
+def choose_tile(M: int, counts: list[int], device: torch.device) -> Tile:
+    """Equal programs that fill the processors, and their shared memory, in one wave.
 
-    Warps share the columns: alone on its processor, a program must take larger steps to hide what each costs.
+    Few programs a processor must take larger steps, to hide what each costs.
     """
-    tokens = 8 if M <= 8 else 16
+    programs = triton.cdiv(sum(counts), _ROWS * processors(device))  # of a processor
+    wave = programs * processors(device)
+    share = triton.cdiv(sum(counts), wave)
+    while share < _ROWS and sum(triton.cdiv(n, share) for n in counts) > wave:
+        share += 1
+    rows, tokens, ways = 16 if share <= 16 else _ROWS, 8 if M <= 8 else 16, 8 if programs <= 2 else 4
     if INTERPRETED:
-        return tokens, 4, 1
-    programs = triton.cdiv(tiles, processors(device))
-    ways = 8 if programs <= 2 else 4
+        return Tile(share, rows, tokens, ways, 1)
     room = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor // programs
     room -= 1024 + 2 * ways * tokens * _STEP  # what a program reserves, and x on its way between layouts
-    return tokens, ways, 1 + max(2, min(room // (2 * ways * _ROWS * _STEP), 8))
+    return Tile(share, rows, tokens, ways, 1 + max(2, min(room // (2 * ways * rows * _STEP), 8)))
 
 
 def project(inputs: list[Float[Tensor, "B T D"]], weights: list[Float[Tensor, "_ D"]]) -> list[Float[Tensor, "B T _"]]:
@@ -112,13 +127,11 @@ def project(inputs: list[Float[Tensor, "B T D"]], weights: list[Float[Tensor, "_
     xs = adjacent(*(x.flatten(0, 1) for x in inputs))
     counts = [len(w) for w in weights]
     out = torch.empty(B, T, sum(counts), dtype=dtype, device=device)
-    tiles = sum(triton.cdiv(n, _ROWS) for n in counts)
-    tokens, ways, stages = choose_tile(B * T, tiles, device)
-    pdl = dependent(device)
-    _project[(tiles,)](
+    tile, pdl = choose_tile(B * T, counts, device), dependent(device)
+    _project[(sum(triton.cdiv(n, tile.share) for n in counts),)](
         xs, tuple(w.contiguous() for w in weights), tuple(x.stride(0) for x in xs), out, B * T, sum(counts),
-        K=K, COUNTS=tuple(counts), ROWS=_ROWS, TOKENS=tokens, WAYS=ways, STEP=_STEP, STAGES=stages, PDL=pdl,
-        num_warps=ways,
+        K=K, COUNTS=tuple(counts), SHARE=tile.share, ROWS=tile.rows, TOKENS=tile.tokens, WAYS=tile.ways, STEP=_STEP,
+        STAGES=tile.stages, PDL=pdl, num_warps=tile.ways,
         # Only where no kernel just before this one writes the weight, which is read before the wait: in a graph.
         launch_pdl=pdl and torch.cuda.is_current_stream_capturing(),
     )  # fmt: skip
