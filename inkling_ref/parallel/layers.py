@@ -38,7 +38,7 @@ from ..cache import Step, Tail
 from ..errors import InputError
 from ..model import TextModel
 from ..moe import MoE, softcap
-from ..quantization import fake_nvfp4
+from ..quantization import NVFP4
 from ..residual import rounded, wide
 from ..short_conv import ShortConv
 from .collectives import Group
@@ -177,7 +177,7 @@ class ShardedMoE(nn.Module):
         return rounded(out, h.dtype)
 
     def forward(self, h: Float[Tensor, "B carried D"]) -> Float[Tensor, "B returned D"]:
-        if self.has_columns and self.experts.quantize is fake_nvfp4:
+        if self.has_columns and self.experts.quantize and self.experts.stored_format == NVFP4:
             raise InputError("quantize_activations: NVFP4 takes a scale from all columns, expected whole experts (ep)")
         return self._by_sending(h) if self.sends else self._by_summing(h)
 
