@@ -399,7 +399,7 @@ def scaling(config: InklingConfig | None = None) -> list[dict[str, Any]]:
     """A row for every plan and context: bytes, and the estimates of a decoding step and of the prompt's prefill.
 
     cache: of one sequence; sequences: how many fit beside the weights. fast: the step with the lowest of `ALPHAS`;
-    by token: the prefill with sequence parallelism, where there are ranks to share a sequence.
+    by token: the prefill with sequence parallelism.
     """
     config = config or InklingConfig.small()
     fast = Link(alpha=min(ALPHAS.values()))
@@ -415,7 +415,7 @@ def scaling(config: InklingConfig | None = None) -> list[dict[str, Any]]:
                 "decode": estimate(config, plan, 1, context),
                 "fast": estimate(config, plan, 1, context, link=fast),
                 "prefill": prefill(config, plan, context),
-                "by token": prefill(config, replace(plan, sequence=True), context) if plan.tp > 1 else None,
+                "by token": prefill(config, replace(plan, sequence=True), context),
             }
             table.append(row)
     return table
@@ -441,14 +441,14 @@ def tables(rows: list[dict[str, Any]]) -> dict[str, list[tuple[str, ...]]]:
         decode.append((*first, *map(_digits, numbers)))
         e, cut = row["prefill"], row["by token"]
         numbers = [x / 1e12 for x in (e.flops, e.work["attention over keys"].flops, e.bytes)]
-        numbers += [e.compute_seconds, e.busiest_seconds, cut and cut.compute_seconds]
+        numbers += [e.compute_seconds, e.busiest_seconds, cut.compute_seconds]
         prompt.append((*first, *map(_digits, (*numbers, e.calls, e.sent / 1e9, e.collective_seconds))))
     return {"collectives of a step": step, "decoding at batch 1": decode, "reading a prompt": prompt}
 
 
-def _digits(x: int | float | None) -> str:
+def _digits(x: int | float) -> str:
     """Three digits, or all before the point."""
-    return "–" if x is None else f"{x:.3g}" if abs(x) < 999.5 else f"{x:.0f}"
+    return f"{x:.3g}" if abs(x) < 999.5 else f"{x:.0f}"
 
 
 def sequence_gain(tp: int, config: InklingConfig | None = None, **options: Any) -> tuple[float, float]:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 
 from inkling_ref.parallel.collectives import Link
+from inkling_ref.parallel.estimate import all_reduce
 from inkling_ref.parallel.plan import Plan, owners
 
 
@@ -69,31 +70,27 @@ def check_3(candidate: Callable) -> None:
 
 
 def solution_3(T: int, D: int, tp: int, itemsize: int) -> int:
-    """Four collectives a layer, and in each a rank sends all of S = T D but the part that it keeps."""
+    """Four collectives a layer, and in each a rank sends all of [T, D] but the part that it keeps."""
     return 4 * (T * D * itemsize - T * D * itemsize // tp)
 
 
 def check_4(candidate: Callable) -> None:
-    """candidate(n, alpha, speed) -> the bytes S above which a sum in two steps is faster than in one."""
+    """candidate(n, alpha, speed) -> the bytes up to which a sum over n ranks is faster in one shot than in two."""
     for n, link in ((8, Link()), (4, Link(alpha=5e-6)), (3, Link(bandwidth=50e9))):
-        speed = link.usable * link.bandwidth
-        S = candidate(n, link.alpha, speed)
-
-        def one(size: float, n: int = n, link: Link = link, speed: float = speed) -> float:
-            return link.alpha + (n - 1) * size / speed
-
-        def two(size: float, n: int = n, link: Link = link, speed: float = speed) -> float:
-            return 2 * link.alpha + 2 * (n - 1) / n * size / speed
-
-        assert one(0.99 * S) < two(0.99 * S), f"n = {n}: just below {S:.3g} bytes one step should still be faster"
-        assert one(1.01 * S) > two(1.01 * S), f"n = {n}: just above {S:.3g} bytes two steps should be faster"
+        size = candidate(n, link.alpha, link.usable * link.bandwidth)
+        for factor, shots, where in ((0.99, 1, "below"), (1.01, 2, "above")):
+            found = all_reduce(n, factor * size, link).calls
+            assert found == shots, (
+                f"n = {n}: just {where} {size:.3g} bytes {('one shot is', 'two shots are')[found - 1]} faster. "
+                "What the second latency costs must equal what its fewer bytes save."
+            )
 
 
 def solution_4(n: int, alpha: float, speed: float) -> float:
-    """Where the second latency equals the bytes that it saves: alpha = (n - 1) (1 - 2 / n) S / speed."""
+    """Where the second latency equals the bytes that it saves: alpha = (n - 1) (1 - 2 / n) size / speed."""
     return alpha * speed / ((n - 1) * (1 - 2 / n))
 
 
 def wrong_4(n: int, alpha: float, speed: float) -> float:
-    """As if two steps sent no bytes."""
+    """As if two shots sent no bytes."""
     return alpha * speed / (n - 1)
