@@ -104,10 +104,12 @@ def test_in_a_graph_rows_are_read_when_they_are_there(monkeypatch):
         assert torch.equal(y, chain())
 
 
-def test_several_dtypes_are_refused():
-    inputs, weights = case(1, 1, 16, [8])
-    with pytest.raises(InputError, match=r"triton project: inputs of torch.float16 and others, expected one dtype"):
-        project(inputs, [w.float() for w in weights])
+def test_what_does_not_go_together_is_refused():
+    inputs, weights = case(1, 1, 16, [8, 5])
+    with pytest.raises(InputError, match=r"triton project: weights\[1\] in torch.float32, expected float16"):
+        project(inputs, [weights[0], weights[1].float()])
+    with pytest.raises(InputError, match="triton project: 2 inputs and 1 weights, expected a weight for each"):
+        project(inputs, weights[:1])
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from inkling_ref import attention, fused, moe, residual, short_conv
 from inkling_ref.dspark import MarkovHead
 from inkling_ref.errors import InputError
 from inkling_ref.kernels import attention as attention_kernel
-from inkling_ref.kernels import decode, dspark, experts, head, qkv
+from inkling_ref.kernels import decode, dspark, embedding, experts, head, projections, qkv
 from inkling_ref.kernels import moe as moe_kernel
 from inkling_ref.kernels import residual as residual_kernel
 from inkling_ref.kernels import short_conv as short_conv_kernel
@@ -56,6 +56,10 @@ def mixed(f, **given):
 
 def joined(f, count=2, **given):
     return with_norms(f, **given, count=count, opens_block=True)
+
+
+def listed(f, **given):
+    return f([given["inputs[0]"], given["inputs[1]"]], [given["weights[0]"], given["weights[1]"]])
 
 
 def prepared(f, **given):
@@ -155,6 +159,15 @@ OPS = {
     "rolling_short_conv": Op(
         short_conv_kernel.rolling_short_conv, fused.rolling_short_conv, plain, CONV | {"N": 5},
         {"x": "B T C", "state": "B N C", "weight": "C 1 K", "rejected": "B"}, INDICES, empty="B",
+    ),
+    "project": Op(
+        projections.project, fused.project, listed, {"B": 2, "T": 3, "K": 7, "n": 5, "m": 4},
+        {"inputs[0]": "B T K", "inputs[1]": "B T K", "weights[0]": "n K", "weights[1]": "m K"}, empty="BT",
+    ),
+    "embed_and_norm": Op(
+        embedding.embed_and_norm, fused.embed_and_norm, with_norms, {"B": 3, "T": 2, "V": 5, "D": 9},
+        {"ids": "B T", "table": "V D", "norm_weight": "D", "partial": "B T D", **dict.fromkeys(NORMS, "D")},
+        {"ids": INT}, empty="BT",
     ),
     "prepare_qkv": Op(
         qkv.prepare_qkv, fused.prepare_qkv, prepared, HEADS | {"K": 4, "N": 5},

@@ -13,7 +13,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..errors import InputError
-from . import dependent, require
+from . import FLOATS, INTEGERS, axes, dependent, expect
 
 
 @triton.jit
@@ -50,13 +50,22 @@ def embed_and_norm(
     """Twin of `fused.embed_and_norm`; float32 inside, roundings where the reference has them.
 
     Raises:
-        InputError: see `require`; for a running sum that is not contiguous.
+        InputError: see `expect` and `axes`; for a running sum that is not contiguous.
     """
-    require("embed_and_norm", table, norm_weight, partial, *norm_weights)
+    V, D = axes("embed_and_norm", "table", table, 2)
+    B, T = axes("embed_and_norm", "ids", ids, 2, batch=2)
+    expect("embed_and_norm", INTEGERS, ids=(ids, (B, T)))
+    norms = {f"norm_weights[{i}]": (w, (D,)) for i, w in enumerate(norm_weights)}
+    expect(
+        "embed_and_norm", FLOATS, table=(table, (V, D)), norm_weight=(norm_weight, (D,)), partial=(partial, (B, T, D)),
+        **norms,
+    )  # fmt: skip
     if not partial.is_contiguous():
         raise InputError("triton embed_and_norm: a strided running sum, expected a contiguous one")
-    (B, T), D, pdl = ids.shape, table.shape[1], dependent(table.device)
     out = torch.empty(len(norm_weights), B, T, D, dtype=table.dtype, device=table.device)
+    if B * T == 0:
+        return list(out.unbind(0))
+    pdl = dependent(table.device)
     block = triton.next_power_of_2(D)
     _embed_and_norm[(B * T,)](
         ids.contiguous(), table.contiguous(), norm_weight.contiguous(), partial,

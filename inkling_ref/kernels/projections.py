@@ -30,7 +30,7 @@ from torch import Tensor
 
 from .. import fused
 from ..errors import InputError
-from . import INTERPRETED, adjacent, dependent, processors, require
+from . import FLOATS, INTERPRETED, adjacent, axes, dependent, expect, processors
 from .decode import wait, ways_added
 
 FEW: int = 16  # rows of x up to which the weight's bytes decide; of more, a processor would read x too often
@@ -116,16 +116,19 @@ def project(inputs: list[Float[Tensor, "B T D"]], weights: list[Float[Tensor, "_
     behind this one may start when all that are in front of it have ended, not earlier.
 
     Raises:
-        InputError: see `require`; for tensors of several dtypes.
+        InputError: see `expect` and `axes`; for another number of weights than inputs.
     """
-    require("project", *inputs, *weights)
-    (B, T, K), dtype, device = inputs[0].shape, inputs[0].dtype, inputs[0].device
-    if any(t.dtype != dtype for t in (*inputs, *weights)):
-        raise InputError(f"triton project: inputs of {dtype} and others, expected one dtype")
-    if B * T > FEW or dtype == torch.float32:
+    if not inputs or len(inputs) != len(weights):
+        raise InputError(f"triton project: {len(inputs)} inputs and {len(weights)} weights, expected a weight for each")
+    B, T, K = axes("project", "inputs[0]", inputs[0], 3, batch=2)
+    counts = [axes("project", f"weights[{i}]", w, 2)[0] for i, w in enumerate(weights)]
+    dtype, device = inputs[0].dtype, inputs[0].device
+    given = {f"inputs[{i}]": (x, (B, T, K)) for i, x in enumerate(inputs)}
+    given |= {f"weights[{i}]": (w, (n, K)) for i, (w, n) in enumerate(zip(weights, counts, strict=True))}
+    expect("project", (dtype,) if dtype in FLOATS else FLOATS, **given)
+    if not 0 < B * T <= FEW or dtype == torch.float32:
         return fused.project(inputs, weights)
     xs = adjacent(*(x.flatten(0, 1) for x in inputs))
-    counts = [len(w) for w in weights]
     out = torch.empty(B, T, sum(counts), dtype=dtype, device=device)
     tile, pdl = choose_tile(B * T, counts, device), dependent(device)
     _project[(sum(triton.cdiv(n, tile.share) for n in counts),)](
