@@ -213,7 +213,7 @@ def bench(monkeypatch, capsys):
     """A bench that measures here, and what it has printed."""
     monkeypatch.setattr(harness, "launched_seconds", lambda calls: [call() for call in calls[:2]] and 1e-3)
     compiled = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, dynamic, mode="": compiled(f, dynamic=dynamic, backend="eager"))
+    monkeypatch.setattr(torch, "compile", lambda f, mode="", **how: compiled(f, backend="eager", **how))
     bench = Bench(prepare=True)
     bench.prepare, bench.copy, bench.matrix = False, 1e12, 1e12
     bench.rows = lambda: [row for line in capsys.readouterr().out.splitlines() if "case" in (row := json.loads(line))]

@@ -222,7 +222,7 @@ def step_of(
     step.ids.copy_(ids)
     step.lengths.fill_(cache.length)
     if compiled:
-        step.forward = torch.compile(step.forward, dynamic=False)
+        step.forward = torch.compile(step.forward, dynamic=False, fullgraph=True)
     if ids.is_cuda:
         step.capture()
 
