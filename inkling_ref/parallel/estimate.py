@@ -446,6 +446,27 @@ def tables(rows: list[dict[str, Any]]) -> dict[str, list[tuple[str, ...]]]:
     return {"collectives of a step": step, "decoding at batch 1": decode, "reading a prompt": prompt}
 
 
+def loads(config: InklingConfig | None = None) -> list[tuple[str, ...]]:
+    """Milliseconds of a TP8 rank in steps of 1, 8 and 64 rows and in a prefill, as texts under heads.
+
+    Of the mean and the busiest rank, if experts are equally popular and if they are so by Zipf's law; and where every
+    rank has a part of every expert (MoE-TP), so that none is busier.
+    """
+    config = config or InklingConfig.small()
+    table = [("pass", "EP8", "busy", "Zipf", "busy", "MoE-TP", "Zipf")]
+    for batch, tokens in ((1, 1), (8, 1), (64, 1), (1, CHUNK)):
+        even, zipf, sliced, sliced_zipf = (
+            estimate(config, plan, tokens, max(tokens, 1024), batch, skew=skew)
+            for plan in (Plan(8), Plan(8, ep=1))
+            for skew in (0.0, 1.0)
+        )
+        seconds = [x for e in (even, zipf) for x in (e.compute_seconds, e.busiest_seconds)]
+        seconds += [sliced.compute_seconds, sliced_zipf.compute_seconds]
+        name = f"decode {batch}" if tokens == 1 else f"prefill {tokens}"
+        table.append((name, *(_digits(1e3 * x) for x in seconds)))
+    return table
+
+
 def _digits(x: int | float) -> str:
     """Three digits, or all before the point."""
     return f"{x:.3g}" if abs(x) < 999.5 else f"{x:.0f}"
@@ -475,6 +496,9 @@ def main() -> None:
                 print(plan)
             for _, *cells in of_plan:
                 print(("" if is_long else f"{plan:37}") + "".join(f"{cell:>8}" for cell in cells))
+    print("\nms of a TP8 rank: experts on one rank each (EP8), or sliced by width (MoE-TP)")
+    for name, *cells in loads():
+        print(f"{name:14}" + "".join(f"{cell:>8}" for cell in cells))
     print("\nprefill of 8,192 tokens: what sequence parallelism saves")
     for tp, published in ((4, 22), (8, 26)):
         hidden, exposed = sequence_gain(tp)
