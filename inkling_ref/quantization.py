@@ -127,11 +127,11 @@ def _nvfp4_round(
 
 
 def _four_over_six(
-    w: Float[Tensor, "E N K"], denominator: float
+    w: Float[Tensor, "E N K"], denominator: float, amax: Float[Tensor, " E"] | None = None
 ) -> tuple[Float[Tensor, "E N blocks 16"], Float[Tensor, "E N blocks 1"], Float[Tensor, " E"], Float[Tensor, ""]]:
     """E2M1 values, E4M3 scales, amax and denominator as float32; each block takes the better of the targets 6 and 4."""
     blocks = w.to(torch.float32).unflatten(-1, (-1, GROUP[NVFP4]))
-    amax = blocks.abs().amax((1, 2, 3))
+    amax = blocks.abs().amax((1, 2, 3)) if amax is None else amax
     per_block, outer = amax[:, None, None, None], _scalar(denominator, blocks)
 
     def squared_error(values: Tensor, scale: Tensor) -> Tensor:
@@ -157,6 +157,20 @@ def _mxfp8_round(
     scaled = blocks * e8m0_value(254 - byte)  # 2^(127 - byte): the reciprocal is exact
     # An infinity would saturate to a small finite value, as frexp gives it the exponent 0. NaN passes on by itself.
     return e4m3_round(torch.where(largest.isinf(), torch.nan, scaled)), byte
+
+
+def nvfp4_encode(
+    w: Float[Tensor, "E N K"], amax: Float[Tensor, " E"], denominator: float = DENOMINATOR
+) -> tuple[UInt8[Tensor, "E N half"], Float[Tensor, "E N blocks"]]:
+    """Codes and scales of `nvfp4_quantize` without its checks and chunks, for known maxima: no synchronisation."""
+    values, scales, _, _ = _four_over_six(w, denominator, amax)
+    return _pack_e2m1(values.flatten(-2)), scales[..., 0].to(torch.float8_e4m3fn)
+
+
+def mxfp8_encode(w: Float[Tensor, "E N K"]) -> tuple[Float[Tensor, "E N K"], UInt8[Tensor, "E N blocks"]]:
+    """`mxfp8_quantize` without its checks and chunks: no synchronisation."""
+    values, scales = _mxfp8_round(w.to(torch.float32).unflatten(-1, (-1, GROUP[MXFP8])))
+    return values.flatten(-2).to(torch.float8_e4m3fn), scales[..., 0].to(torch.uint8)
 
 
 def nvfp4_decode(
@@ -255,14 +269,12 @@ def nvfp4_quantize(
     """
     limit = nvfp4_limit(denominator, name)
     check_weight(NVFP4, w, name)
-    for expert, rows in enumerate(w):
-        check_largest(rows.abs().amax().item(), limit, expert, name)
-    parts = []
-    for chunk in _chunks(w):
-        values, scales, amax, outer = _four_over_six(w[chunk], denominator)
-        parts.append((_pack_e2m1(values.flatten(-2)), scales[..., 0].to(torch.float8_e4m3fn), amax))
-    codes, scales, amax = (torch.cat(part) for part in zip(*parts, strict=True))
-    return codes, scales, amax, outer
+    amax = torch.stack([rows.abs().amax() for rows in w]).to(torch.float32)
+    for expert, largest in enumerate(amax.tolist()):
+        check_largest(largest, limit, expert, name)
+    parts = [nvfp4_encode(w[chunk], amax[chunk], denominator) for chunk in _chunks(w)]
+    codes, scales = (torch.cat(part) for part in zip(*parts, strict=True))
+    return codes, scales, amax, _scalar(denominator, amax)
 
 
 def nvfp4_dequantize(
@@ -288,10 +300,7 @@ def mxfp8_quantize(w: Tensor, name: str = "weight") -> tuple[Tensor, Tensor]:
     check_weight(MXFP8, w, name)
     for expert, rows in enumerate(w):
         check_largest(rows.abs().amax().item(), FLOAT32_MAX, expert, name)
-    parts = []
-    for chunk in _chunks(w):
-        values, scales = _mxfp8_round(w[chunk].to(torch.float32).unflatten(-1, (-1, GROUP[MXFP8])))
-        parts.append((values.flatten(-2).to(torch.float8_e4m3fn), scales[..., 0].to(torch.uint8)))
+    parts = [mxfp8_encode(w[chunk]) for chunk in _chunks(w)]
     values, scales = (torch.cat(part) for part in zip(*parts, strict=True))
     return values, scales
 

@@ -4,6 +4,7 @@ In the interpreter an inline assembly cannot run: its text is executed here, ins
 """
 
 import dataclasses
+import json
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from inkling_ref.backends import Backend
 from inkling_ref.errors import InputError
 from inkling_ref.kernels import quantization as kernel
 from inkling_ref.kernels.backend import triton_backend
+from inkling_ref.measure.bench import harness
+from inkling_ref.measure.bench import quantization as bench
 
 E2M1_BOUNDS = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]  # between neighbouring codes
 E4M3_BOUNDS = [1 + (2 * i + 1) / 16 for i in range(8)]  # of one binade
@@ -118,8 +121,9 @@ def test_nvfp4_where_six_and_four_are_almost_equally_good():
 def test_known_maxima_save_a_pass():
     w, amax = placed(torch.randn(3, 7, 32)), torch.tensor([7.0, 6.5, 9.1], device=DEVICE)
     w[:, 6, 31] = amax
-    codes, scales, _, _ = reference.nvfp4_quantize(w, 2000.0)
-    assert_same(kernel.nvfp4_encode(w, amax, 2000.0), (codes, scales))
+    assert_same(kernel.nvfp4_encode(w, amax, 2000.0), reference.nvfp4_encode(w, amax, 2000.0))
+    amax = amax / 3  # larger weights saturate
+    assert_same(kernel.nvfp4_encode(w, amax, 2000.0), reference.nvfp4_encode(w, amax, 2000.0))
 
 
 @gpu_only
@@ -375,3 +379,22 @@ def test_saving_and_activations_take_the_kernels_of_the_backend(tmp_path):
     model = ir.load(tmp_path / "plain", backend=triton_backend(), experts="packed", dtype=torch.float32, device=DEVICE)
     found = [layer.mlp.experts.quantize for layer in model.quantize_activations().llm.layers]
     assert set(found) == {kernel.fake_nvfp4, kernel.fake_mxfp8}
+
+
+@needs_device
+def test_every_arm_of_the_benchmark_gives_the_bytes_of_the_reference(monkeypatch, capsys):
+    """Here at small sizes and with a clock that stands still."""
+    for name, value in {"D": 64, "I": 32, "EXPERTS": 2, "TOKENS": 3, "K_EXPERTS": 2}.items():
+        monkeypatch.setattr(bench, name, value)
+    monkeypatch.setattr(bench, "normal", lambda *shape, scale=1.0: placed(scale * torch.randn(shape)))
+    monkeypatch.setattr(bench, "sets_of", lambda make: [make()])
+    monkeypatch.setattr(harness, "graph_seconds", lambda calls: 1e-6)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    run = harness.Bench(prepare=True)
+    run.prepare, run.copy, run.matrix = False, 1e12, 1e12
+    bench.bench_quantization(run)
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(rows) == 3 * (2 * 4 + 2 * 2)
+    assert {row.get("error") for row in rows} == {0.0}, [row for row in rows if row.get("error") != 0]
+    known = next(row for row in rows if row["case"] == "NVFP4 2 x 64 x 64, known maxima")
+    assert known["floor_us"] == pytest.approx(2 * 64 * 64 * 2.5625e-6)

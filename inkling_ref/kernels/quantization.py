@@ -6,7 +6,7 @@ so. `_nvfp4`, in which a thread holds a whole block, takes 28, in two steps.
 
 1. **Quickly.** With RN for rounding, the inverse of a divisor u is a sum of two floats,
 
-$$ r = \mathrm{RN}(1 / u), \qquad \rho \approx 1 / u - r, \qquad x / u \approx q = \mathrm{RN}(x r + \mathrm{RN}(x \rho)) $$
+$$ r = \mathrm{RN}(1 / u), \qquad \rho \approx 1 / u - r, \qquad q = \mathrm{RN}(x r + \mathrm{RN}(x \rho)) $$
 
    q lies on the same side of every bound between two codes, or on it, as RN(x / u) does: before its last rounding it is
    wrong by less than 2^-46, and quotients that close to the middle between a bound (which has a short mantissa) and the
@@ -38,7 +38,7 @@ from typing import no_type_check
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Float, Shaped, UInt8
+from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from ..quantization import (
@@ -347,8 +347,7 @@ def largest(w: Float[Tensor, "E N K"]) -> Float[Tensor, " E"]:
 def nvfp4_encode(
     w: Float[Tensor, "E N K"], amax: Float[Tensor, " E"], denominator: float = DENOMINATOR
 ) -> tuple[UInt8[Tensor, "E N half"], Float[Tensor, "E N blocks"]]:
-    """`nvfp4_quantize` without its checks, for known maxima `amax`: codes and scales, in one pass and without
-    synchronisation.
+    """Twin of `quantization.nvfp4_encode`, one pass over w.
 
     Raises:
         InputError: see `require`.
@@ -382,8 +381,8 @@ def nvfp4_quantize(
     return *nvfp4_encode(w, amax, denominator), amax, torch.full((), denominator, device=w.device)
 
 
-def mxfp8_encode(w: Float[Tensor, "E N K"]) -> tuple[Shaped[Tensor, "E N K"], UInt8[Tensor, "E N blocks"]]:
-    """`mxfp8_quantize` without its checks: no synchronisation. Blocks with NaN or infinity get the scale NaN.
+def mxfp8_encode(w: Float[Tensor, "E N K"]) -> tuple[Float[Tensor, "E N K"], UInt8[Tensor, "E N blocks"]]:
+    """Twin of `quantization.mxfp8_encode`, but blocks with NaN or infinity get the scale NaN.
 
     Raises:
         InputError: see `require`.

@@ -21,6 +21,7 @@ from .moe import bench_router, bench_swiglu
 from .prefill import bench_prefill
 from .projections import bench_projections
 from .qkv import bench_qkv
+from .quantization import bench_quantization
 from .residual import bench_residual
 from .runner import imported
 from .short_conv import bench_short_conv
@@ -37,6 +38,7 @@ GROUPS = {  # the most important first: the last ones go without, where time is 
     "router": bench_router,
     "head": bench_head,
     "experts": bench_experts,
+    "quantization": bench_quantization,
     "batches": bench_batches,
     "draft": bench_draft,
     "swiglu": bench_swiglu,

@@ -7,8 +7,8 @@ compile at once; then they measure, one after the other. `harness` says what a t
 reference and returns what that returns. References: `fused.attend_cache` (decode, batches), `attention.attend`
 (prefill), `moe.route` (router), `moe.experts` (experts; matrices in the kernels' order, see `kernels.packing.unpack`),
 `moe.softcapped_swiglu` (swiglu), `fused.project` (projections), `fused.prepare_qkv` (qkv), `fused.sample_head` (head),
-`fused.draft_rnn` (draft); short_conv and residual have several, told apart by their arguments. The other groups have
-none, and take no peer.
+`fused.draft_rnn` (draft); short_conv, residual and quantization have several, told apart by their arguments. The other
+groups have none, and take no peer.
 """
 
 import importlib
