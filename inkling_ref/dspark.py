@@ -288,6 +288,10 @@ class DraftContext:
         keys, values = self.layers[layer]
         return keys.extend(k, self.lengths), values.extend(v, self.lengths)
 
+    def num_bytes(self) -> int:
+        """Bytes held by all layers."""
+        return sum(log.data.nbytes for logs in self.layers for log in logs)
+
 
 class Drafter(nn.Module):
     """The drafter of one target, whose embedding and unembedding it borrows; in float32 on the CPU, until moved.

@@ -125,7 +125,7 @@ def check_pictures(reference: Inkling, model: Inkling, rows: tuple[int, ...]) ->
     given = {"pixel_values": tiles, "image_grid_thw": torch.cat([images[row] for row in own])}
     ids = [prompts[row] for row in own]
     for options in SETTINGS:
-        new = 7 + 2 * model.share.dp_index  # groups that end at different times
+        new = 7 + 2 * (model.share.dp_index % 2)  # groups that end at different times
         plain = generation.generate(reference, ids, new, **given, **options).tokens
         texts = [prompt + tokens for prompt, tokens in zip(ids, plain, strict=True)]
         alone, ours = Drafted(reference, texts), adopt(Drafted(model, texts))
@@ -142,10 +142,15 @@ def from_target(p, q, drafts, widths, generator, vocabulary):
     return accepted, vocabulary.sample(p[torch.arange(len(p)), accepted], generator)
 
 
-def check_distribution(reference: Inkling, model: Inkling, settings: dict, temperature: float, wrong: bool) -> None:
+def check_distribution(
+    reference: Inkling, model: Inkling, temperature: float, greedy: bool = False, fault: str | None = None
+) -> None:
     """Two thousand short texts against their exact probabilities; the ranks write the same ones."""
     trials, V = 2000, model.config.text.unpadded_vocab_size
-    drafting = Drafting(adopt(random_drafter(model, num_key_value_heads=1)), **settings)
+    drafter = adopt(random_drafter(model, num_key_value_heads=1))
+    if fault == "NaN":  # then drafts are drawn from all tokens alike
+        drafter.norm.weight.fill_(torch.nan)
+    drafting, wrong = Drafting(drafter, greedy=greedy), fault == "verdict"
     speculative.accept = from_target if wrong else accept
     options = {"temperature": temperature, "seed": 5, "max_new_tokens": LENGTH, "drafter": drafting}
     result = generate(model, [[2, 1, 4]] * trials, **options)

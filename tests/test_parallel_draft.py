@@ -1,5 +1,7 @@
 """The drafter on many ranks: what one process drafts, in slices, and the distribution that one process has."""
 
+import json
+
 import pytest
 import torch
 from helpers import random_model
@@ -19,6 +21,7 @@ from parallel_worker import text_config as config
 from test_parallel import CUT, EIGHT, SEND, succeed
 
 from inkling_ref import InputError, checkpoint, save_drafter
+from inkling_ref.cli import main
 from inkling_ref.config import InklingConfig
 from inkling_ref.parallel.apply import Mesh, parallelize
 from inkling_ref.parallel.drafter import adopt
@@ -34,11 +37,10 @@ KINDS = {
 }  # fmt: skip
 # 5 used tokens of 7: on 2 ranks 4 and 1, on 3 ranks 3, 2 and none.
 FEW = text_only(7, 5, hidden_size=36, num_key_value_heads=3, swa_num_key_value_heads=3)
-RIGHT = {"settings": {}, "temperature": 4.0, "wrong": False}  # the logits are large
 
 
-def distribution(name: str, plan: Plan, **options) -> DraftCase:
-    return DraftCase(name, check_distribution, plan, FEW, {**RIGHT, **options})
+def distribution(name: str, **options) -> DraftCase:
+    return DraftCase(name, check_distribution, Plan(3), FEW, {"temperature": 4.0, **options})  # the logits are large
 
 
 def pictures(**sizes) -> InklingConfig:
@@ -56,9 +58,10 @@ WORLDS = {
     ],
     3: [
         DraftCase("more ranks than key/value heads", check_proposals, Plan(3), FEW, {"num_key_value_heads": 1}),
-        distribution("drawn", Plan(3)),
-        distribution("greedy drafts", Plan(3), settings={"greedy": True}, temperature=8.0),
-        distribution("wrong", Plan(3), wrong=True),
+        distribution("drawn"),
+        distribution("greedy drafts", greedy=True, temperature=8.0),
+        distribution("a broken drafter", fault="NaN"),
+        distribution("a wrong verdict is seen", fault="verdict"),
     ],
     8: [
         DraftCase("tp", check_proposals, Plan(8), EIGHT, {"num_attention_heads": 8}),
@@ -84,6 +87,26 @@ def test_every_rank_reads_its_slices_of_the_drafter(tmp_path):
     checkpoint.save(model, tmp_path / "model")
     save_drafter(random_drafter(model), tmp_path / "model")
     succeed(start(2, tmp_path, check_folder, tmp_path / "model"))
+
+
+def test_a_report_counts_the_drafter(tmp_path):
+    """In bytes that are read and held, and the keys and values of its context in those of the cache."""
+    model = random_model(config())
+    drafter = random_drafter(model)
+    checkpoint.save(model, tmp_path / "model")
+    save_drafter(drafter, tmp_path / "model")
+    line = ["run", "--checkpoint", tmp_path / "model", "--tp", 2, "--only-rank", 1, "--context", 11, "--batch", 3]
+    reports = []
+    for name, options in (("with", ["--draft"]), ("without", [])):
+        out = tmp_path / f"{name}.json"
+        assert main([str(word) for word in [*line, "--max-new-tokens", 6, "--out", out, *options]]) == 0
+        reports += json.loads(out.read_text())["ranks"]
+    ours = sum(p.nbytes for p in part(2).parameters())
+    assert ours < 0.6 * sum(p.nbytes for p in drafter.parameters())
+    drafted, plain = reports
+    assert drafted["bytes_read"] - plain["bytes_read"] == ours
+    assert drafted["memory"]["weight_bytes"] - plain["memory"]["weight_bytes"] == ours
+    assert drafted["memory"]["cache_bytes"] > plain["memory"]["cache_bytes"] + 2 * 3 * 2 * 11 * 10 * 4
 
 
 def part(tp: int, **sizes):

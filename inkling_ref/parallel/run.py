@@ -10,7 +10,7 @@ import json
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
@@ -195,14 +195,18 @@ def modelled(traffic: dict[str, dict[str, dict[str, int | float]]], link: Link) 
 
 def _measure(model: Inkling, prompts: list[list[int]] | None, options: dict, trace: bool) -> dict[str, Any]:
     """One generation: tokens, seconds, bytes and work of this rank."""
-    traffic, caches = model.mesh.traffic, []
-    new_cache = model.new_cache
+    traffic, drafter, caches = model.mesh.traffic, options["drafter"], []
 
-    def kept_cache(*sizes: int, **named: int) -> Any:
-        caches.append(new_cache(*sizes, **named))
-        return caches[-1]
+    def keep(make: Callable[..., Any]) -> Callable[..., Any]:
+        def kept(*sizes: int, **named: int) -> Any:
+            caches.append(make(*sizes, **named))
+            return caches[-1]
 
-    model.new_cache = kept_cache
+        return kept
+
+    model.new_cache = keep(model.new_cache)
+    if drafter is not None:
+        drafter.new_context = keep(drafter.new_context)
     traffic.phase = "prefill"
     events = _events(model) if trace else None
 
@@ -221,7 +225,7 @@ def _measure(model: Inkling, prompts: list[list[int]] | None, options: dict, tra
             "decode_steps": stats.decode_steps,
             "decode_seconds": stats.decode_seconds,
         }
-    parts = [model] if options["drafter"] is None else [model, options["drafter"]]
+    parts = [model] if drafter is None else [model, drafter]
     tensors = [tensor for part in parts for tensor in (*part.parameters(), *part.buffers())]
     memory = {
         "weight_bytes": sum(t.nbytes for t in tensors),
