@@ -353,6 +353,13 @@ def test_what_has_no_encoding_is_refused(quantisation):
             kernel.quantize_stored(quantisation, torch.ones(2, 3, 32, dtype=torch.float64, device=DEVICE))
         with pytest.raises(InputError, match="the last axis has 40 values"):
             getattr(kernel, f"fake_{quantisation}")(torch.ones(3, 40, device=DEVICE))
+        with pytest.raises(InputError, match=r"nvfp4_encode: amax of shape \[3\], expected \[2\]"):
+            kernel.nvfp4_encode(torch.ones(2, 3, 32, device=DEVICE), torch.ones(3, device=DEVICE))
+        for encode in (lambda w: kernel.nvfp4_encode(w, w[:, 0, 0]), kernel.mxfp8_encode):
+            with pytest.raises(InputError, match="the last axis has 40 values"):
+                encode(torch.ones(2, 3, 40, device=DEVICE))
+            with pytest.raises(InputError, match=r"w of shape \[0, 3, 32\], expected 3 axes, none empty"):
+                encode(torch.ones(0, 3, 32, device=DEVICE))
     with pytest.raises(InputError, match=r"weight: denominator 0\.0, expected a positive number"):
         kernel.nvfp4_quantize(torch.ones(1, 2, 32, device=DEVICE), 0.0)
 
@@ -360,7 +367,8 @@ def test_what_has_no_encoding_is_refused(quantisation):
 @needs_device
 def test_saving_and_activations_take_the_kernels_of_the_backend(tmp_path):
     config = ir.InklingConfig.tiny()
-    text = dataclasses.replace(config.text, moe_intermediate_size=64)  # whole blocks of either format
+    sizes = {"moe_intermediate_size": 64, "n_routed_experts": 3, "num_experts_per_tok": 2}  # whole blocks
+    text = dataclasses.replace(config.text, **sizes)
     config = dataclasses.replace(config, text=text)
     called = []
 

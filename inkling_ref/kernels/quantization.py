@@ -53,7 +53,7 @@ from ..quantization import (
     nvfp4_limit,
     stored_layout,
 )
-from . import INTERPRETED, require
+from . import FLOATS, INTERPRETED, axes, expect
 from .approximate import reciprocal, with_sign
 
 # Blocks that a program encodes at a time, and how often: one warp, in which a thread holds a whole block.
@@ -336,7 +336,13 @@ def _fake_mxfp8(x_ptr, out_ptr, BLOCKS, LANES: tl.constexpr):
 
 
 def largest(w: Float[Tensor, "E N K"]) -> Float[Tensor, " E"]:
-    """Each expert's largest magnitude, as float32; NaN if it holds one."""
+    """Each expert's largest magnitude, as float32; NaN if it holds one.
+
+    Raises:
+        InputError: see `expect`.
+    """
+    axes("largest", "w", w, 3)
+    expect("largest", FLOATS, w=(w, w.shape))
     w = w.contiguous()
     size, block, steps = w[0].numel(), 4096, 8
     amax = torch.zeros(len(w), dtype=torch.int32, device=w.device)
@@ -350,10 +356,12 @@ def nvfp4_encode(
     """Twin of `quantization.nvfp4_encode`, one pass over w.
 
     Raises:
-        InputError: see `require`.
+        InputError: columns that are no whole blocks; see `expect`.
     """
-    require("nvfp4_encode", w, amax)
-    E, N, K = w.shape
+    E, N, K = axes("nvfp4_encode", "w", w, 3)
+    check_columns(NVFP4, w)
+    expect("nvfp4_encode", FLOATS, w=(w, w.shape))
+    expect("nvfp4_encode", (torch.float32,), amax=(amax, (E,)))
     codes = torch.empty(E, N, K // 2, dtype=torch.uint8, device=w.device)
     scales = torch.empty(E, N, K // GROUP[NVFP4], dtype=torch.uint8, device=w.device)
     blocks = scales[0].numel()
@@ -370,11 +378,11 @@ def nvfp4_quantize(
     """Twin of `quantization.nvfp4_quantize`: w [E, N, K] is read twice, first for the maxima.
 
     Raises:
-        InputError: as there; see `require`.
+        InputError: as there; see `expect`.
     """
     limit = nvfp4_limit(denominator, name)
     check_weight(NVFP4, w, name)
-    require("nvfp4_quantize", w)
+    expect("nvfp4_quantize", FLOATS, w=(w, w.shape))
     amax = largest(w)
     for expert, most in enumerate(amax.tolist()):
         check_largest(most, limit, expert, name)
@@ -385,9 +393,11 @@ def mxfp8_encode(w: Float[Tensor, "E N K"]) -> tuple[Float[Tensor, "E N K"], UIn
     """Twin of `quantization.mxfp8_encode`, but blocks with NaN or infinity get the scale NaN.
 
     Raises:
-        InputError: see `require`.
+        InputError: columns that are no whole blocks; see `expect`.
     """
-    require("mxfp8_encode", w)
+    axes("mxfp8_encode", "w", w, 3)
+    check_columns(MXFP8, w)
+    expect("mxfp8_encode", FLOATS, w=(w, w.shape))
     values = torch.empty(w.shape, dtype=torch.uint8, device=w.device)
     scales = torch.empty(*w.shape[:-1], w.shape[-1] // GROUP[MXFP8], dtype=torch.uint8, device=w.device)
     blocks, lanes = scales.numel(), 128
@@ -399,7 +409,7 @@ def mxfp8_quantize(w: Tensor, name: str = "weight") -> tuple[Tensor, Tensor]:
     """Twin of `quantization.mxfp8_quantize`.
 
     Raises:
-        InputError: as there; see `require`.
+        InputError: as there; see `expect`.
     """
     check_weight(MXFP8, w, name)
     values, scales = mxfp8_encode(w)
@@ -412,7 +422,7 @@ def quantize_stored(quantisation: str, w: Tensor, name: str = "weight") -> dict[
     """Twin of `quantization.quantize_stored`.
 
     Raises:
-        InputError: as there; see `require`.
+        InputError: as there; see `expect`.
     """
     tensors = nvfp4_quantize(w, name=name) if quantisation == NVFP4 else mxfp8_quantize(w, name)
     return dict(zip(stored_layout(quantisation, tuple(w.shape), name), tensors, strict=True))
@@ -422,10 +432,10 @@ def fake_nvfp4(x: Float[Tensor, "*rows K"]) -> Float[Tensor, "*rows K"]:
     """Twin of `quantization.fake_nvfp4`.
 
     Raises:
-        InputError: as there; see `require`.
+        InputError: as there; see `expect`.
     """
     check_columns(NVFP4, x)
-    require("fake_nvfp4", x)
+    expect("fake_nvfp4", FLOATS, x=(x, x.shape))
     x = x.contiguous()
     out, columns = torch.empty_like(x), x.shape[-1]
     if x.numel():
@@ -437,10 +447,10 @@ def fake_mxfp8(x: Float[Tensor, "*rows K"]) -> Float[Tensor, "*rows K"]:
     """Twin of `quantization.fake_mxfp8`.
 
     Raises:
-        InputError: as there; see `require`.
+        InputError: as there; see `expect`.
     """
     check_columns(MXFP8, x)
-    require("fake_mxfp8", x)
+    expect("fake_mxfp8", FLOATS, x=(x, x.shape))
     x = x.contiguous()
     out, blocks, lanes = torch.empty_like(x), x.numel() // GROUP[MXFP8], 64
     if blocks:
