@@ -13,7 +13,7 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
@@ -23,12 +23,14 @@ import typer
 from .errors import InputError
 
 if TYPE_CHECKING:
+    from .chat import Tokenizer
     from .config import InklingConfig
 
 INTERRUPTED = 130  # what typer makes of Ctrl-C
 NANO = Path(__file__).parent / "data" / "nano"  # the checkpoint that ships with the package
 SMALL_MODEL = 100_000_000  # parameters: below, one thread is enough
 LONGEST_RANGE = 2**20  # positions of the longest context
+GRACE = 3.0  # seconds that rank 0 has to speak first
 LONG_PROMPT = 2000  # tokens: above, a word to the user who waits
 
 app = typer.Typer(
@@ -51,16 +53,25 @@ def main(arguments: list[str] | None = None) -> int:
     except typer.TyperException as error:  # unknown commands and options
         # Empty where the help was shown for want of a command; pydantic prefixes its own name for the fault.
         if message := " ".join(error.format_message().replace("Value error, ", "").split()):
-            _note(f"error: {message}")
+            _fault(message)
     except (InputError, UserWarning) as error:  # warnings are raised where Python was told to take them for errors
-        _note(f"error: {error}")
+        _fault(error)
     except OSError as error:
-        _note(f"error: {error.filename or 'system'}: {error.strerror or error}")
+        _fault(f"{error.filename or 'system'}: {error.strerror or error}")
     else:
         if status == INTERRUPTED:
             _note("interrupted")
         return status
     return 2
+
+
+def _fault(what: object) -> None:
+    """Under torchrun, where most faults are found by all ranks, rank 0 speaks; it ends the others before they do."""
+    rank = os.environ.get("RANK", "0")
+    if rank.isdecimal() and int(rank):
+        time.sleep(GRACE)
+        what = f"rank {rank}: {what}"
+    _note(f"error: {what}")
 
 
 def _note(line: str) -> None:
@@ -124,7 +135,7 @@ def ask(
     with _importing():
         from . import checkpoint as checkpoints
         from . import generation
-        from .chat import StreamParser, Tokenizer, render
+        from .chat import Tokenizer, render
         from .config import InklingConfig
         from .draft_files import find, load_drafter
         from .measure.cost import parameters
@@ -156,14 +167,7 @@ def ask(
         image_grid_thw=prompt.image_grid_thw,
         drafter=drafter,
     )
-    parser, printer = StreamParser(tokenizer), _Printer()
-    for (token,) in stream:
-        for delta in parser.feed(token):
-            printer.show(delta)
-    for delta in parser.finish():
-        printer.show(delta)
-    printer.end()
-
+    _show((token for (token,) in stream), tokenizer)
     stats, (reason,) = stream.result.stats, stream.result.stop_reason
     speed = (stats.new_tokens - 1) / stats.decode_seconds if stats.decode_seconds else 0.0
     size = _count(parameters(config).total())
@@ -222,6 +226,19 @@ class _Printer:
     def end(self) -> None:
         if self.block is not None:
             print(file=sys.stderr if self.block.kind == "thinking" else sys.stdout, flush=True)
+
+
+def _show(reply: Iterable[int], tokenizer: "Tokenizer") -> None:
+    """A reply as it comes, token by token."""
+    from .chat import StreamParser
+
+    parser, printer = StreamParser(tokenizer), _Printer()
+    for token in reply:
+        for delta in parser.feed(token):
+            printer.show(delta)
+    for delta in parser.finish():
+        printer.show(delta)
+    printer.end()
 
 
 def _dtype(device: str) -> Any:
@@ -502,7 +519,12 @@ def run(
     exchange: Annotated[
         Literal["all_reduce", "all_to_all"], typer.Option(help="How tokens reach their experts.")
     ] = "all_reduce",
-    sequence: Annotated[bool, typer.Option("--sequence", help="Cut long calls by tokens between sublayers.")] = False,
+    sequence: Annotated[
+        bool, typer.Option("--sequence", help="Cut long calls by tokens among the tp ranks, between sublayers.")
+    ] = False,
+    sequence_from: Annotated[
+        int | None, typer.Option(help="Of --sequence: cut calls of so many tokens a row; default: 64.")
+    ] = None,
     only_rank: Annotated[int | None, typer.Option(help="Run this rank alone, with stand-ins for the others.")] = None,
     prompt: Annotated[str | None, typer.Option(help="What to ask, as in `ask`.")] = None,
     image: Annotated[list[Path] | None, typer.Option(help="A picture; repeatable.")] = None,
@@ -544,15 +566,19 @@ def run(
     for wanted, options in (
         ("--synthetic", {"--experts": experts, "--skew": skew} if checkpoint else {}),
         ("--only-rank", {"--alpha": alpha, "--bandwidth": bandwidth} if only_rank is None else {}),
+        ("--sequence", {} if sequence else {"--sequence-from": sequence_from}),
     ):
         for option, value in options.items():
             if value is not None:
                 raise InputError(f"run: {option} belongs to {wanted}, expected it there alone")
+    if sequence and tp == 1:
+        raise InputError("--sequence cuts tokens among the tp ranks, expected --tp 2 or more")
     skew = _between("--skew", skew or 0.0, -1e6, 1e6)
     alpha = _between("--alpha", 20.0 if alpha is None else alpha, 0.0, 1e9)
     bandwidth = _between("--bandwidth", 450.0 if bandwidth is None else bandwidth, 1e-6, 1e9)
     _between("--timeout", timeout, 1.0, 1e6)
     with _importing():
+        from .chat import Tokenizer
         from .parallel import run as running
         from .parallel.collectives import Link
         from .parallel.launch import rank_and_size
@@ -562,6 +588,8 @@ def run(
     check_count("--max-new-tokens", max_new_tokens, 0)
     if prefill_chunk is not None:
         check_count("--prefill-chunk", prefill_chunk, 1)
+    if sequence_from is not None:
+        check_count("--sequence-from", sequence_from, 1)
     is_writer = rank_and_size()[0] == 0  # other ranks may be on hosts without that folder
     if is_writer:
         _check_file(out, "report")
@@ -572,7 +600,7 @@ def run(
     rows = None if tokens is None else [_numbers("--tokens", row) for row in tokens]
     report = running.main(
         out,
-        Plan(tp, dp, ep, exchange, sequence),
+        Plan(tp, dp, ep, exchange, sequence, sequence_from or Plan.sequence_from),
         checkpoint=checkpoint,
         preset=synthetic,
         prompt=prompt,
@@ -593,6 +621,8 @@ def run(
         trace=trace,
     )
     if is_writer:
+        if "answer" in report:
+            _show(report["ranks"][0]["tokens"][0], Tokenizer.from_pretrained(checkpoint))
         for line in running.summary(report):
             _note(line)
 

@@ -2,12 +2,15 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from helpers import random_model
 from parallel_worker import (
     PICTURE,
@@ -24,10 +27,11 @@ from parallel_worker import (
 )
 from parallel_worker import text_config as config
 
-from inkling_ref import checkpoint
+from inkling_ref import checkpoint, cli
 from inkling_ref.chat import Tokenizer
 from inkling_ref.cli import NANO, main
 from inkling_ref.config import InklingConfig
+from inkling_ref.parallel import launch as launching
 from inkling_ref.parallel import run
 from inkling_ref.parallel.plan import Plan
 from inkling_ref.parallel.run import ALONE, TOGETHER
@@ -186,6 +190,29 @@ def test_one_rank_that_fails_brings_all_down_with_its_message(tmp_path):
             assert (folder / f"stderr-{rank}").stat().st_mtime - (folder / "failing").stat().st_mtime < 30, how
 
 
+def test_of_ranks_that_wait_for_each_other_the_one_that_waits_for_none_is_late(monkeypatch):
+    """A grid of 2 x 2: rank 3 hangs; 2 waits for it over tp, 1 over dp, and 0 for 1 over tp."""
+    store = dist.HashStore()
+    came = {0: {(0, 1): 9, (0, 2): 4}, 1: {(0, 1): 8, (1, 3): 5}, 2: {(2, 3): 7, (0, 2): 4}, 3: {(2, 3): 6, (1, 3): 4}}
+    entered = {rank: {ranks: (n, f"number {n}") for ranks, n in groups.items()} for rank, groups in came.items()}
+    for rank in (1, 2, 3):
+        store.set(f"rank {rank}", launching._Words(1, False, entered[rank]).encode())
+    monkeypatch.setattr(launching, "ENTERED", entered[0])
+    watch = launching._Watch(store, 0, 4, timedelta(0))
+    try:
+        assert watch._look() is None  # the wait begins
+        assert re.fullmatch("rank 3 did not come to number (5|7), where rank (1|2) has waited for 0 s", watch._look())
+        entered[3][1, 3] = (5, "number 5")  # it comes
+        store.set("rank 3", launching._Words(2, False, entered[3]).encode())
+        assert watch._look() is None
+        watch.silent[1] = watch.patience
+        assert watch._look() == "rank 1 is gone without a message: killed (out of memory?), or stuck"
+        store.set("failed", "rank 2: no luck")
+        assert watch._look() == "rank 2: no luck"
+    finally:
+        watch.stop()
+
+
 def test_torchrun_tells_which_rank_has_failed(tmp_path):
     outputs = []
     for how, message in (("kill", "rank 1 is gone without a message: killed"), ("hang", "rank 1 did not come to")):
@@ -234,15 +261,18 @@ def command(*arguments, ranks: int = 2) -> subprocess.CompletedProcess:
 def test_run_under_torchrun_answers_as_one_process_and_reports_every_rank(tmp_path):
     out = tmp_path / "report.json"
     asked = ["--checkpoint", NANO, "--prompt", "Describe the picture.", "--image", PICTURE, "--out", out]
-    done = command("--tp", 2, "--sequence", "--draft", "--trace", *asked)
+    done = command("--tp", 2, "--sequence", "--sequence-from", 16, "--draft", "--trace", *asked)
     assert done.returncode == 0, done.stderr
     report = json.loads(out.read_text())
+    assert done.stdout == report["answer"] + "\n" == "a red circle, a green triangle and a blue square\n"
+    assert "--sequence: 1 of 1 prefill calls cut by tokens" in done.stderr
     assert report["note"] == TOGETHER
     assert [rank["rank"] for rank in report["ranks"]] == [0, 1]
     tokenizer = Tokenizer.from_pretrained(NANO)
     for rank in report["ranks"]:
         assert tokenizer.decode(rank["tokens"][0]) == "a red circle, a green triangle and a blue square"
         assert rank["prefill_seconds"] > 0
+        assert rank["passes cut by tokens"]["prefill"] == rank["passes"]["prefill"] == 1
         assert rank["traffic"]["prefill"]["reduce_scatter over tp"]["calls"] == 36  # 18 layers, two convolutions each
         spans = [event for event in report["traceEvents"] if event["pid"] == rank["rank"]]
         assert {"text stack", "layer 17 mlp", "gather over tp"} <= {span["name"] for span in spans}
@@ -282,7 +312,12 @@ def test_one_rank_of_many_alone_says_so(plan, tmp_path, capsys, monkeypatch):
     assert (rank["rank"], rank["note"]) == (5, ALONE)
     assert all(len(row) == 3 for row in rank["tokens"])
     assert rank["tokens"]
+    assert max(map(len, err.splitlines())) <= 80
+    if "--sequence" in plan:
+        assert "--sequence: 1 of 1 prefill calls cut by tokens\n" in err
     counts = rank["traffic"]["prefill"].values()
+    assert all("seconds" not in count for count in counts)
+    assert sum(count["modelled seconds"] for count in counts) == report["modelled collective seconds"]["prefill"]
     by_hand = sum(20e-6 * count["calls"] + count["sent"] / 360e9 for count in counts)
     assert report["modelled collective seconds"]["prefill"] == pytest.approx(by_hand)
 
@@ -312,6 +347,9 @@ LONE = ["--context", 5, "--tp", 2, "--only-rank", 0]
         *(([*LONE, "--bandwidth", x], f"--bandwidth is {x}, expected a number from 1e-06 to 1e+09") for x in (0, -5)),
         ([*LONE, "--alpha", "nan"], "--alpha is nan, expected a number from 0 to 1e+09"),
         ([*LONE, "--skew", "nan"], "--skew is nan, expected a number from -1e+06 to 1e+06"),
+        (["--context", 5, "--sequence"], "--sequence cuts tokens among the tp ranks, expected --tp 2 or more"),
+        (["--context", 5, "--sequence-from", 9], "--sequence-from belongs to --sequence, expected it there alone"),
+        ([*LONE, "--sequence", "--sequence-from", 0], "--sequence-from is 0, expected an integer >= 1"),
         (["--context", 5, "--alpha", 3], "--alpha belongs to --only-rank, expected it there alone"),
         (["--context", 5, "--bandwidth", 3], "--bandwidth belongs to --only-rank, expected it there alone"),
     ],
@@ -334,8 +372,14 @@ def test_of_a_fault_that_all_ranks_find_only_rank_0_speaks(tmp_path):
     assert line == "error: tp is 4, expected a divisor of swa_num_attention_heads 6"
 
 
+def test_a_call_that_is_too_short_to_be_cut_is_said(tmp_path, capsys):
+    line = ["run", "--synthetic", "nano", "--tp", "2", "--only-rank", "1", "--sequence", "--context", "34"]
+    assert main([*line, "--max-new-tokens", "1", "--out", str(tmp_path / "report.json")]) == 0
+    assert "--sequence: 0 of 1 prefill calls cut by tokens (--sequence-from is 64)\n" in capsys.readouterr().err
+
+
 def test_a_fault_that_one_rank_finds_is_said_too(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(run, "GRACE", 0)
+    monkeypatch.setattr(cli, "GRACE", 0)
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "4")
     line = ["run", "--checkpoint", "nowhere", "--tp", "4", "--context", "5", "--out", str(tmp_path / "report.json")]
@@ -370,6 +414,7 @@ def test_a_format_that_does_not_fit_names_its_option(tmp_path, capsys):
     ids=["rank", "rank beyond", "size", "no master", "port", "dead master"],
 )
 def test_an_environment_that_torchrun_did_not_set(environment, message, tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(cli, "GRACE", 0)
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     for name, text in environment.items():

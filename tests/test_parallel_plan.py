@@ -10,11 +10,11 @@ from inkling_ref import InputError
 from inkling_ref.checkpoint import empty_model, load, save
 from inkling_ref.config import InklingConfig
 from inkling_ref.parallel.apply import Mesh, parallelize
-from inkling_ref.parallel.collectives import StandIn, Traffic
+from inkling_ref.parallel.collectives import Group, StandIn, Traffic
 from inkling_ref.parallel.plan import BLOCK, Plan, Share, owners, split, stored_slices
 from inkling_ref.quantization import GROUP
 
-SMALL = InklingConfig.small()
+SMALL, NANO = InklingConfig.small(), InklingConfig.nano()
 FOUR = text_config(swa_num_attention_heads=8, swa_num_key_value_heads=4)
 
 
@@ -107,6 +107,12 @@ def heads(H: int, G: int) -> InklingConfig:
         ({"tp": None}, None, None, "tp is None, expected an integer >= 1"),
         ({"tp": 1, "dp": 3, "ep": 1}, heads(4, 2), None, "3 ranks share an expert's 64 columns"),
         ({"tp": 4, "ep": 1}, heads(4, 4), ["bf16", "mxfp8"], "expected equal blocks of 32 .mxfp8. for each"),
+        # Nano in the worlds of the tests: it has 128 channels, 6 query heads, and experts of 64 columns.
+        ({"tp": 3}, NANO, None, "tp is 3, expected a divisor of hidden_size 128"),
+        ({"tp": 4}, NANO, None, "tp is 4, expected a divisor of swa_num_attention_heads 6"),
+        ({"tp": 8}, NANO, None, "tp is 8, expected a divisor of swa_num_attention_heads 6"),
+        ({"dp": 3, "ep": 1}, NANO, None, "3 ranks share an expert's 64 columns .*, expected equal parts for each"),
+        ({"tp": 2, "dp": 2, "ep": 1}, NANO, ["nvfp4", "mxfp8"], "4 ranks share .* equal blocks of 32 .mxfp8. for"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -148,6 +154,61 @@ def test_bytes_that_a_rank_sends():
         "swap over tp": 3 * 48,
         "exchange over tp": 6 * 24,
     }
+
+
+class FakeEvent:
+    """A moment of a GPU that works on what it was given, 2 s a thing, while the host goes on."""
+
+    queued = done = 0.0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at = FakeEvent.queued
+
+    def synchronize(self) -> None:
+        FakeEvent.done = max(FakeEvent.done, self.at)
+
+    def elapsed_time(self, end: "FakeEvent") -> float:
+        assert max(self.at, end.at) <= FakeEvent.done, "not there yet"
+        return 1000 * (end.at - self.at)
+
+
+def test_seconds_on_a_gpu_are_those_of_its_work_not_of_the_launch(monkeypatch):
+    """There is no GPU here: a false one, whose collectives take 2 s after the host has left them."""
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: synchronised.append(device))
+    synchronised, heard, device = [], [], torch.device("cuda", 1)
+    group = Group("tp", 2, 0, Traffic(phase="prefill"))
+
+    def collective() -> None:
+        FakeEvent.queued += 2.0
+
+    with unchecked():  # annotated as torch's events
+        for _ in range(3):
+            group._run("sum", 10, device, collective)
+        assert FakeEvent.done == 0  # nobody has waited
+        assert group.traffic.to_dict()["prefill"]["sum over tp"] == {"calls": 3, "sent": 30, "seconds": 6.0}
+    group.traffic.listener = lambda *span: heard.append(span)  # in a trace all spans are by the host's clock
+    group._run("swap", 7, device, collective)
+    assert synchronised == [device, device]
+    ((name, start, end, sent),) = heard
+    assert (name, sent) == ("swap over tp", 7)
+    assert 0 <= end - start < 1e6
+
+
+@pytest.mark.parametrize("plan", [Plan(2), Plan(4), Plan(2, 2)], ids=["tp", "tp beyond key/value heads", "tp dp"])
+def test_a_rank_keeps_its_part_of_the_cache(plan):
+    """Every byte belongs to a head or a channel; 4 ranks have a copy each of 2 key/value heads of full layers."""
+    whole, part = random_model(FOUR), parallelize(random_model(FOUR), Mesh.stand_in(plan, 1))
+    sizes = []
+    for model in (whole, part):
+        cache = model.new_cache(3)
+        logits(model, random_ids(3, 9), cache=cache)
+        sizes.append(cache.num_bytes())
+    expected = sizes[0] / plan.tp
+    assert sizes[1] == expected if plan.tp == 2 else expected < sizes[1] < 1.3 * expected
 
 
 def test_one_rank_of_small_without_memory_has_its_share():

@@ -27,7 +27,7 @@ from ..errors import InputError
 from ..model import Inkling
 from ..tensor_files import whole_file
 from .apply import Mesh, load
-from .collectives import Link
+from .collectives import Link, entering, waited
 from .drafter import load_drafter
 from .generation import generate
 from .launch import rank_and_size, variable, world
@@ -35,7 +35,6 @@ from .plan import Plan, split
 from .synthetic import synthetic
 
 ALONE = "one rank's compute; collectives modelled, not run"
-GRACE = 3  # seconds
 _RSS_UNIT = 1 if sys.platform == "darwin" else 1024
 TOGETHER = "all ranks run; seconds in collectives include waiting for other ranks"
 
@@ -72,45 +71,40 @@ def main(
             which makes the pass slower.
 
     Raises:
-        InputError: what can be known before the processes meet; ranks other than 0 wait a moment with it.
+        InputError: what can be known before the processes meet.
     """
-    rank, size = rank_and_size()
-    try:
-        config = InklingConfig.from_pretrained(checkpoint) if checkpoint else getattr(InklingConfig, preset)()
-        plan.check(config)
-        if preset:
-            try:
-                plan.check(config, layer_formats(experts, config.text.num_hidden_layers))
-            except InputError as error:
-                raise InputError(f"--experts is {experts}: {error}, or --experts bf16") from None
-        if only_rank is not None and size > 1:
-            raise InputError(f"--only-rank under torchrun with {size} processes, expected a single process")
-        if only_rank is None and size != plan.world:
-            ranks = f"tp {plan.tp} x dp {plan.dp} = {plan.world}"
-            how = f"torchrun --nproc-per-node {plan.world}, or --only-rank"
-            raise InputError(f"{size} processes, expected {ranks}: {how}")
-        if prompt is not None and checkpoint is None:
-            raise InputError("--prompt needs a tokenizer, expected --checkpoint with it")
-        pixels = {}
-        if prompt is not None:
-            parts = [*({"type": "image", "image": str(path)} for path in images or []), prompt]
-            messages = [{"role": "user", "content": parts}]
-            rendered = render(messages, Tokenizer.from_pretrained(checkpoint), config=config)
-            tokens = [rendered.input_ids]
-            if rendered.pixel_values is not None:
-                pixels = {"pixel_values": rendered.pixel_values, "image_grid_thw": rendered.image_grid_thw}
-        elif random_tokens is not None:
-            longest = config.text.max_position_embeddings
-            if not 0 < random_tokens[1] <= longest:
-                raise InputError(f"--context is {random_tokens[1]}, expected 1 to max_position_embeddings {longest}")
-            generator = torch.Generator().manual_seed(0)
-            below = min(config.text.unpadded_vocab_size, config.image_token_id if config.vision else 2**31)
-            tokens = torch.randint(below, random_tokens, generator=generator).tolist()
-    except InputError as error:
-        if rank > 0:  # most faults all ranks find: rank 0 says so, and torchrun ends the others before they can
-            time.sleep(GRACE)
-            raise InputError(f"rank {rank}: {error}") from None
-        raise
+    _, size = rank_and_size()
+    config = InklingConfig.from_pretrained(checkpoint) if checkpoint else getattr(InklingConfig, preset)()
+    plan.check(config)
+    if preset:
+        try:
+            plan.check(config, layer_formats(experts, config.text.num_hidden_layers))
+        except InputError as error:
+            raise InputError(f"--experts is {experts}: {error}, or --experts bf16") from None
+    if only_rank is not None and size > 1:
+        raise InputError(f"--only-rank under torchrun with {size} processes, expected a single process")
+    if only_rank is None and size != plan.world:
+        ranks = f"tp {plan.tp} x dp {plan.dp} = {plan.world}"
+        how = f"torchrun --nproc-per-node {plan.world}, or --only-rank"
+        raise InputError(f"{size} processes, expected {ranks}: {how}")
+    if prompt is not None and checkpoint is None:
+        raise InputError("--prompt needs a tokenizer, expected --checkpoint with it")
+    pixels = {}
+    if prompt is not None:
+        parts = [*({"type": "image", "image": str(path)} for path in images or []), prompt]
+        messages = [{"role": "user", "content": parts}]
+        tokenizer = Tokenizer.from_pretrained(checkpoint)
+        rendered = render(messages, tokenizer, config=config)
+        tokens = [rendered.input_ids]
+        if rendered.pixel_values is not None:
+            pixels = {"pixel_values": rendered.pixel_values, "image_grid_thw": rendered.image_grid_thw}
+    elif random_tokens is not None:
+        longest = config.text.max_position_embeddings
+        if not 0 < random_tokens[1] <= longest:
+            raise InputError(f"--context is {random_tokens[1]}, expected 1 to max_position_embeddings {longest}")
+        generator = torch.Generator().manual_seed(0)
+        below = min(config.text.unpadded_vocab_size, config.image_token_id if config.vision else 2**31)
+        tokens = torch.randint(below, random_tokens, generator=generator).tolist()
     if device == "cuda":
         torch.cuda.set_device(variable("LOCAL_RANK", 0, torch.cuda.device_count()))
 
@@ -132,7 +126,8 @@ def main(
         ranks = [own]
         if only_rank is None and plan.world > 1:
             ranks = [None] * plan.world
-            dist.all_gather_object(ranks, own)
+            with entering(mesh.world.ranks, "the reports"):
+                dist.all_gather_object(ranks, own)
         link = link or Link()
         report = {
             "note": note,
@@ -144,11 +139,16 @@ def main(
             "prompt tokens of each row": [len(row) for row in tokens],
             "ranks": ranks,
         }
+        if prompt is not None and only_rank is None:
+            report["answer"] = tokenizer.decode(ranks[0]["tokens"][0])
         if trace:  # the report then opens in Perfetto, or chrome://tracing
             report["traceEvents"] = [event for rank in ranks for event in rank.pop("events")]
         if only_rank is not None:
             report["link"] = asdict(link)
             report["modelled collective seconds"] = {"note": ALONE, **modelled(own["traffic"], link)}
+            for count in (count for counts in own["traffic"].values() for count in counts.values()):
+                del count["seconds"]  # of a stand-in
+                count["modelled seconds"] = link.seconds(count["calls"], count["sent"])
         if mesh.rank == 0 or only_rank is not None:
             with whole_file(out) as partial:
                 partial.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
@@ -164,15 +164,21 @@ def summary(report: dict[str, Any]) -> list[str]:
         if rank["tokens"] is None:
             parts.append("no prompts, only experts")
         else:
-            parts.append(f"{rank['prompt_tokens']} tokens read in {rank['prefill_seconds']:.3g} s")
+            parts.append(f"{rank['prompt_tokens']} tokens in {rank['prefill_seconds']:.3g} s")
             if rank["decode_steps"]:
-                parts.append(f"{1000 * rank['decode_seconds'] / rank['decode_steps']:.3g} ms a step of decoding")
+                parts.append(f"{1000 * rank['decode_seconds'] / rank['decode_steps']:.3g} ms a step")
         lines.append(" | ".join(parts))
+    plan = report["plan"]
+    if plan["sequence"]:
+        busy = next(rank for rank in report["ranks"] if rank["passes"])
+        passes, cut = (busy[name].get("prefill", 0) for name in ("passes", "passes cut by tokens"))
+        why = "" if cut else f" (--sequence-from is {plan['sequence_from']})"
+        lines.append(f"--sequence: {cut} of {passes} prefill calls cut by tokens{why}")
     if "link" in report:
         link, phases = report["link"], report["modelled collective seconds"]
         of_phases = ", ".join(f"{seconds:.3g} s of {phase}" for phase, seconds in phases.items() if phase != "note")
         at = f"{1e6 * link['alpha']:g} us a call, {link['usable']:.0%} of {link['bandwidth'] / 1e9:g} GB/s"
-        lines += [f"{report['note']}", f"modelled, on top: {of_phases} ({at})"]
+        lines += [report["note"], f"modelled, on top: {of_phases}", f"  at {at}"]
     return lines
 
 
@@ -239,6 +245,8 @@ def _measure(model: Inkling, prompts: list[list[int]] | None, options: dict, tra
         "tokens": None if result is None else result.tokens,
         **timing,
         "memory": memory,
+        "passes": dict(model.current.passes),
+        "passes cut by tokens": dict(model.current.cut_passes),
         "traffic": traffic.to_dict(),
         "local experts": [share.local_experts.start, share.local_experts.stop],
         "pairs of tokens and experts, by layer": [layer.mlp.pairs for layer in model.llm.layers],
@@ -263,9 +271,7 @@ def _events(model: Inkling) -> list[dict[str, Any]]:
     rank, begun = model.mesh.rank, {}
 
     def now() -> float:
-        if model.device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() * 1e6
+        return 1e6 * waited(model.device)
 
     def watch(module: torch.nn.Module, name: str) -> None:
         module.register_forward_pre_hook(lambda *_: begun.__setitem__(name, now()))
