@@ -135,7 +135,7 @@ def project(inputs: list[Float[Tensor, "B T D"]], weights: list[Float[Tensor, "_
         xs, tuple(w.contiguous() for w in weights), tuple(x.stride(0) for x in xs), out, B * T, sum(counts),
         K=K, COUNTS=tuple(counts), SHARE=tile.share, ROWS=tile.rows, TOKENS=tile.tokens, WAYS=tile.ways, STEP=_STEP,
         STAGES=tile.stages, PDL=pdl, num_warps=tile.ways,
-        # Only where no kernel just before this one writes the weight, which is read before the wait: in a graph.
-        launch_pdl=pdl and torch.cuda.is_current_stream_capturing(),
+        # Only where no kernel just before this one writes a weight, which is read before the wait: in a graph.
+        launch_pdl=pdl and torch.cuda.is_current_stream_capturing() and all(w.is_contiguous() for w in weights),
     )  # fmt: skip
     return list(out.split(counts, dim=-1))
