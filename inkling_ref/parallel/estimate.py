@@ -6,17 +6,18 @@ output written once. Seconds of a pass are the sum over operations, with the col
 $$ t = \sum_{\mathrm{op}} \max\left(\frac{\mathrm{FLOP}}{\mathrm{FLOP/s}},
    \frac{\mathrm{bytes}}{\mathrm{bytes/s}}\right) + \sum_{\mathrm{collective}} t_c $$
 
-**Collectives.** One costs a latency alpha and its bytes over what a link carries. A sum over n ranks takes one shot
-(each rank sends its whole partial sum to every other) or two (a reduce_scatter, then a gather), whichever is faster:
+**Collectives.** One costs a latency alpha and its bytes over what is usable of a link's bandwidth. A sum over ranks
+takes one shot (each sends its whole partial sum to every other) or two (a reduce_scatter, then a gather), whichever is
+faster:
 
-$$ t_c = \min\left(\alpha + \frac{(n - 1) \, \mathrm{bytes}}{e \cdot \mathrm{bandwidth}}, \;
-   2 \alpha + \frac{2 (n - 1)}{n} \frac{\mathrm{bytes}}{e \cdot \mathrm{bandwidth}}\right) $$
+$$ t_c = \min\left(\alpha + (\mathrm{ranks} - 1) \frac{\mathrm{bytes}}{\mathrm{bandwidth}}, \;
+   2 \alpha + 2 \, \frac{\mathrm{ranks} - 1}{\mathrm{ranks}} \frac{\mathrm{bytes}}{\mathrm{bandwidth}}\right) $$
 
 The layers of this package always take two, with the convolution in between; after one shot each rank would convolve all
 channels. Across hosts, sums and gathers go in two steps, within hosts and then between the like GPUs of each.
 
-**Routing.** Uniform and independent, so that `work` is the mean rank's. The others wait for the busiest: `waiting` is
-what it takes longer, from drawn routes, of which there can also be skewed ones.
+**Routing.** Uniform and independent, so that `work` is the mean rank's. In every layer the others wait for the busiest:
+its experts are `busiest`, from drawn routes, which can also be skewed.
 
 Conventions: weights and stream in bfloat16, experts in their released formats, router weight and arithmetic in
 float32. Sources of the depth state are read once for each sublayer: that, norms and router are what sequence

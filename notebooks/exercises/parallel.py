@@ -75,22 +75,22 @@ def solution_3(T: int, D: int, tp: int, itemsize: int) -> int:
 
 
 def check_4(candidate: Callable) -> None:
-    """candidate(n, alpha, speed) -> the bytes up to which a sum over n ranks is faster in one shot than in two."""
-    for n, link in ((8, Link()), (4, Link(alpha=5e-6)), (3, Link(bandwidth=50e9))):
-        size = candidate(n, link.alpha, link.usable * link.bandwidth)
+    """candidate(ranks, alpha, speed) -> the bytes up to which their sum is faster in one shot than in two."""
+    for ranks, link in ((8, Link()), (4, Link(alpha=5e-6)), (3, Link(bandwidth=50e9))):
+        size = candidate(ranks, link.alpha, link.usable * link.bandwidth)
         for factor, shots, where in ((0.99, 1, "below"), (1.01, 2, "above")):
-            found = all_reduce(n, factor * size, link).calls
+            found = all_reduce(ranks, factor * size, link).calls
             assert found == shots, (
-                f"n = {n}: just {where} {size:.3g} bytes {('one shot is', 'two shots are')[found - 1]} faster. "
+                f"{ranks} ranks: just {where} {size:.3g} bytes {('one shot is', 'two shots are')[found - 1]} faster. "
                 "What the second latency costs must equal what its fewer bytes save."
             )
 
 
-def solution_4(n: int, alpha: float, speed: float) -> float:
-    """Where the second latency equals the bytes that it saves: alpha = (n - 1) (1 - 2 / n) size / speed."""
-    return alpha * speed / ((n - 1) * (1 - 2 / n))
+def solution_4(ranks: int, alpha: float, speed: float) -> float:
+    """Where the second latency equals the bytes that it saves: alpha = (ranks - 1) (1 - 2 / ranks) size / speed."""
+    return alpha * speed / ((ranks - 1) * (1 - 2 / ranks))
 
 
-def wrong_4(n: int, alpha: float, speed: float) -> float:
+def wrong_4(ranks: int, alpha: float, speed: float) -> float:
     """As if two shots sent no bytes."""
-    return alpha * speed / (n - 1)
+    return alpha * speed / (ranks - 1)
