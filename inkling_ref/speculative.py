@@ -208,16 +208,20 @@ class Speculation:
         with self._observe(cache) as taps:
             block = torch.cat([anchors[:, None], drafts], dim=1)
             if isinstance(cache, Stepping):
-                logits = cache.append(block, counts.tolist()).logits
+                output = cache.append(block, counts.tolist())
             else:
-                logits = self.model(block, cache=cache, attention_mask=mask).logits
+                output = self.model(block, cache=cache, attention_mask=mask)
         limit = torch.tensor(widths, device=anchors.device)
         if self.is_greedy:
-            largest, best = logits.max(dim=-1)
-            sound = largest.isfinite()
+            if isinstance(cache, Stepping):
+                best = cache.step.next_tokens()[:, : n + 1]
+            else:
+                largest, best = output.logits.max(dim=-1)
+                best = torch.where(largest.isfinite(), best, NOT_FINITE)
+            sound = best != NOT_FINITE
             accepted, token = accept_greedy(best, drafts, limit)
         else:
-            p, sound = self.vocabulary.distribution(logits, *self.sampling)
+            p, sound = self.vocabulary.distribution(output.logits, *self.sampling)
             accepted, token = accept(p, q, drafts, limit, self.generator, self.vocabulary)
         written = torch.cat([drafts, token[:, None]], dim=1).scatter(1, accepted[:, None], token[:, None])
         written = torch.where(sound, written, NOT_FINITE).tolist()
