@@ -14,7 +14,7 @@ from inkling_ref.kernels.projections import FEW, Tile, choose_tile, project
 
 pytestmark = needs_device
 
-SHAPES = {  # B, T, K, rows of the weights
+SHAPES = {  # B, T, D, rows of the weights
     "one row, less than a tile": (1, 1, 24, [7]),
     "odd columns": (2, 3, 331, [45]),
     "whole steps": (1, 5, 512, [64]),
@@ -30,16 +30,16 @@ if DEVICE == "cuda":
     }
 
 
-def case(B, T, K, rows, dtype=torch.float16):
+def case(B, T, D, rows, dtype=torch.float16):
     """Inputs and weights, each in the middle of NaN."""
-    inputs = [placed(torch.randn(B, T, K), dtype) for _ in rows]
-    return inputs, [placed(torch.randn(n, K) / math.sqrt(K), dtype) for n in rows]
+    inputs = [placed(torch.randn(B, T, D), dtype) for _ in rows]
+    return inputs, [placed(torch.randn(n, D) / math.sqrt(D), dtype) for n in rows]
 
 
 @dtypes
-@pytest.mark.parametrize(("B", "T", "K", "rows"), SHAPES.values(), ids=SHAPES)
-def test_project(B, T, K, rows, dtype):
-    inputs, weights = case(B, T, K, rows, dtype)
+@pytest.mark.parametrize(("B", "T", "D", "rows"), SHAPES.values(), ids=SHAPES)
+def test_project(B, T, D, rows, dtype):
+    inputs, weights = case(B, T, D, rows, dtype)
     exact = fused.project([x.double() for x in inputs], [w.double() for w in weights])
     for a, b, c in zip(project(inputs, weights), fused.project(inputs, weights), exact, strict=True):
         assert a.dtype == dtype
@@ -113,7 +113,7 @@ def test_what_does_not_go_together_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("M", "counts", "expected"),
+    ("N", "counts", "expected"),
     [
         pytest.param(1, [15152], Tile(29, 32, 8, 4, 4), id="sliding"),
         pytest.param(16, [13104, 1056, 1056], Tile(29, 32, 16, 4, 4), id="full, 16 rows"),
@@ -122,12 +122,12 @@ def test_what_does_not_go_together_is_refused():
         pytest.param(9, [40, 41], Tile(1, 16, 16, 8, 9), id="few rows"),
     ],
 )
-def test_programs_fill_the_processors(monkeypatch, M, counts, expected):
+def test_programs_fill_the_processors(monkeypatch, N, counts, expected):
     monkeypatch.setattr(projections, "INTERPRETED", False)
     monkeypatch.setattr(projections, "processors", lambda _: 132)  # an H200's
     h200 = type("", (), {"shared_memory_per_multiprocessor": 228 * 1024})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: h200)
-    tile = choose_tile(M, counts, torch.device("cuda"))
+    tile = choose_tile(N, counts, torch.device("cuda"))
     assert tile == expected
     programs = -(-sum(-(-n // tile.share) for n in counts) // 132)
     shared = 2 * tile.ways * 64 * ((tile.stages - 1) * tile.rows + tile.tokens) + 1024

@@ -1,8 +1,8 @@
 r"""Projections of a decoding step: a few rows against a wide weight, at the rate of memory.
 
-$$ y_{m,n} = \sum_k x_{m,k} W_{n,k} $$
+$$ y_{t,i} = \sum_j W_{i,j} x_{t,j} $$
 
-    y = einsum("mk,nk->mn", x, W)
+    y = einsum("iD,ND->Ni", W, x)
 
 One token multiplies each number of W once, so all that counts is that memory is never idle:
 
@@ -47,51 +47,51 @@ class Tile(NamedTuple):
     stages: int
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["N"])
 @no_type_check
 def _project(
-    x_ptrs, w_ptrs, x_strides, out_ptr, M, out_m,
-    K: tl.constexpr, COUNTS: tl.constexpr, SHARE: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    x_ptrs, w_ptrs, x_strides, out_ptr, N, out_n,
+    D: tl.constexpr, COUNTS: tl.constexpr, SHARE: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
     WAYS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """SHARE rows of one weight; weight i has COUNTS[i] rows, and its outputs follow those of the one before."""
     part = tl.program_id(0)
-    x_ptr, w_ptr, x_m, count = x_ptrs[0], w_ptrs[0], x_strides[0], COUNTS[0]
+    x_ptr, w_ptr, x_n, count = x_ptrs[0], w_ptrs[0], x_strides[0], COUNTS[0]
     first, stop, columns = 0, (COUNTS[0] + SHARE - 1) // SHARE, COUNTS[0]  # parts of this weight; its columns
     for i in tl.static_range(1, len(COUNTS)):
         if part >= stop:
-            x_ptr, w_ptr, x_m, count = x_ptrs[i], w_ptrs[i], x_strides[i], COUNTS[i]
+            x_ptr, w_ptr, x_n, count = x_ptrs[i], w_ptrs[i], x_strides[i], COUNTS[i]
             first, out_ptr, columns = stop, out_ptr + columns, COUNTS[i]
         stop += (COUNTS[i] + SHARE - 1) // SHARE
     row = (part - first) * SHARE
     SPAN: tl.constexpr = WAYS * STEP
     rows, tokens = row + tl.arange(0, ROWS), tl.arange(0, TOKENS)
     mine = rows < tl.minimum(row + SHARE, count)
-    k = (tl.arange(0, WAYS)[:, None] * STEP + tl.arange(0, STEP)[None, :])[:, None, :]
-    w_at = w_ptr + rows.to(tl.int64)[None, :, None] * K + k
-    x_at = x_ptr + tokens[None, :, None] * x_m + k
-    live = tokens[None, :, None] < M
+    j = (tl.arange(0, WAYS)[:, None] * STEP + tl.arange(0, STEP)[None, :])[:, None, :]
+    w_at = w_ptr + rows.to(tl.int64)[None, :, None] * D + j
+    x_at = x_ptr + tokens[None, :, None] * x_n + j
+    live = tokens[None, :, None] < N
     x = tl.zeros(x_at.shape, w_ptr.dtype.element_ty)
     acc = tl.zeros([WAYS, ROWS, TOKENS], tl.float32)
-    for start in tl.range(0, K, SPAN, num_stages=STAGES):
+    for start in tl.range(0, D, SPAN, num_stages=STAGES):
         inside = mine[None, :, None]
-        if K % SPAN != 0:
-            inside = inside & (k < K - start)
+        if D % SPAN != 0:
+            inside = inside & (j < D - start)
         w = tl.load(w_at + start, mask=inside, other=0.0)
         if start == 0:
             if PDL:
                 wait()
-            x = tl.load(x_at, mask=live & (k < K), other=0.0)
+            x = tl.load(x_at, mask=live & (j < D), other=0.0)
         ahead = x
-        if start + SPAN < K:
-            ahead = tl.load(x_at + start + SPAN, mask=live & (k < K - SPAN - start), other=0.0)
+        if start + SPAN < D:
+            ahead = tl.load(x_at + start + SPAN, mask=live & (j < D - SPAN - start), other=0.0)
         acc = tl.dot(w, tl.permute(x, (0, 2, 1)), acc)
         x = ahead
     y = ways_added(acc, WAYS).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + tokens[None, :] * out_m + rows[:, None], y, mask=(rows[:, None] < count) & (tokens[None, :] < M))
+    tl.store(out_ptr + tokens[None, :] * out_n + rows[:, None], y, mask=(rows[:, None] < count) & (tokens[None, :] < N))
 
 
-def choose_tile(M: int, counts: list[int], device: torch.device) -> Tile:
+def choose_tile(N: int, counts: list[int], device: torch.device) -> Tile:
     """Equal programs that fill the processors, and their shared memory, in one wave.
 
     Few programs a processor must take larger steps, to hide what each costs.
@@ -101,7 +101,7 @@ def choose_tile(M: int, counts: list[int], device: torch.device) -> Tile:
     share = triton.cdiv(sum(counts), wave)
     while share < _ROWS and sum(triton.cdiv(n, share) for n in counts) > wave:
         share += 1
-    rows, tokens, ways = 16 if share <= 16 else _ROWS, 8 if M <= 8 else 16, 8 if programs <= 2 else 4
+    rows, tokens, ways = 16 if share <= 16 else _ROWS, 8 if N <= 8 else 16, 8 if programs <= 2 else 4
     if INTERPRETED:
         return Tile(share, rows, tokens, ways, 1)
     room = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor // programs
@@ -120,11 +120,11 @@ def project(inputs: list[Float[Tensor, "B T D"]], weights: list[Float[Tensor, "_
     """
     if not inputs or len(inputs) != len(weights):
         raise InputError(f"triton project: {len(inputs)} inputs and {len(weights)} weights, expected a weight for each")
-    B, T, K = axes("project", "inputs[0]", inputs[0], 3, batch=2)
+    B, T, D = axes("project", "inputs[0]", inputs[0], 3, batch=2)
     counts = [axes("project", f"weights[{i}]", w, 2)[0] for i, w in enumerate(weights)]
     dtype, device = inputs[0].dtype, inputs[0].device
-    given = {f"inputs[{i}]": (x, (B, T, K)) for i, x in enumerate(inputs)}
-    given |= {f"weights[{i}]": (w, (n, K)) for i, (w, n) in enumerate(zip(weights, counts, strict=True))}
+    given = {f"inputs[{i}]": (x, (B, T, D)) for i, x in enumerate(inputs)}
+    given |= {f"weights[{i}]": (w, (n, D)) for i, (w, n) in enumerate(zip(weights, counts, strict=True))}
     expect("project", (dtype,) if dtype in FLOATS else FLOATS, **given)
     if not 0 < B * T <= FEW or dtype == torch.float32:
         return fused.project(inputs, weights)
@@ -133,7 +133,7 @@ def project(inputs: list[Float[Tensor, "B T D"]], weights: list[Float[Tensor, "_
     tile, pdl = choose_tile(B * T, counts, device), dependent(device)
     _project[(sum(triton.cdiv(n, tile.share) for n in counts),)](
         xs, tuple(w.contiguous() for w in weights), tuple(x.stride(0) for x in xs), out, B * T, sum(counts),
-        K=K, COUNTS=tuple(counts), SHARE=tile.share, ROWS=tile.rows, TOKENS=tile.tokens, WAYS=tile.ways, STEP=_STEP,
+        D=D, COUNTS=tuple(counts), SHARE=tile.share, ROWS=tile.rows, TOKENS=tile.tokens, WAYS=tile.ways, STEP=_STEP,
         STAGES=tile.stages, PDL=pdl, num_warps=tile.ways,
         # Only where no kernel just before this one writes a weight, which is read before the wait: in a graph.
         launch_pdl=pdl and torch.cuda.is_current_stream_capturing() and all(w.is_contiguous() for w in weights),

@@ -14,11 +14,11 @@ SHAPES = {  # columns, and the rows of each weight
 }
 
 
-def projection_inputs(M: int, columns: int, rows: list[int]) -> list[tuple[list[Tensor], list[Tensor]]]:
-    """Input sets: an input of M rows for each weight."""
+def projection_inputs(N: int, columns: int, rows: list[int]) -> list[tuple[list[Tensor], list[Tensor]]]:
+    """Input sets: an input of N rows for each weight."""
 
     def make() -> tuple[Tensor, ...]:
-        inputs = [normal(1, M, columns) for _ in rows]
+        inputs = [normal(1, N, columns) for _ in rows]
         return *inputs, *(normal(n, columns, scale=columns**-0.5) for n in rows)
 
     return [(list(s[: len(rows)]), list(s[len(rows) :])) for s in sets_of(make)]
@@ -29,9 +29,9 @@ def bench_projections(bench: Bench) -> None:
     from ...kernels import projections as kernel
 
     for name, (columns, rows) in SHAPES.items():
-        for M in (1, 8, 64):
-            sets = projection_inputs(M, columns, rows)
+        for N in (1, 8, 64):
+            sets = projection_inputs(N, columns, rows)
             exact = fused.project(*([t.float() for t in tensors] for tensors in sets[0]))
-            nbytes = sum(t.nbytes for tensors in sets[0] for t in tensors) + 2 * M * sum(rows)
+            nbytes = sum(t.nbytes for tensors in sets[0] for t in tensors) + 2 * N * sum(rows)
             for arm, op in (("triton", kernel.project), ("eager", fused.project)):
-                bench.arm(f"projections {name} {M}", arm, op, sets, exact, nbytes)
+                bench.arm(f"projections {name} {N}", arm, op, sets, exact, nbytes)
