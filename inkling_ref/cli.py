@@ -561,8 +561,8 @@ def run(
         raise InputError("run: --batch is for --context, expected --tokens once a row")
     if image and prompt is None:
         raise InputError("run: --image needs a question, expected --prompt")
-    if draft and checkpoint is None:
-        raise InputError("run: --draft needs a drafter, expected --checkpoint with one")
+    if draft and checkpoint is None and synthetic != "small":
+        raise InputError("run: --draft needs a drafter, expected --checkpoint with one, or --synthetic small")
     for wanted, options in (
         ("--synthetic", {"--experts": experts, "--skew": skew} if checkpoint else {}),
         ("--only-rank", {"--alpha": alpha, "--bandwidth": bandwidth} if only_rank is None else {}),

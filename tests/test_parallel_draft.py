@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers import random_model
 from parallel_draft_worker import (
+    SIZES,
     DraftCase,
     check_distribution,
     check_folder,
@@ -23,9 +24,12 @@ from test_parallel import CUT, EIGHT, SEND, succeed
 from inkling_ref import InputError, checkpoint, save_drafter
 from inkling_ref.cli import main
 from inkling_ref.config import InklingConfig
+from inkling_ref.draft_config import DSparkConfig
 from inkling_ref.parallel.apply import Mesh, parallelize
 from inkling_ref.parallel.drafter import adopt
+from inkling_ref.parallel.generation import generate
 from inkling_ref.parallel.plan import Plan
+from inkling_ref.parallel.synthetic import synthetic, synthetic_drafter
 
 KINDS = {
     "gated": {"markov_head_type": "gated", "confidence_head_with_markov": False},
@@ -106,7 +110,23 @@ def test_a_report_counts_the_drafter(tmp_path):
     drafted, plain = reports
     assert drafted["bytes_read"] - plain["bytes_read"] == ours
     assert drafted["memory"]["weight_bytes"] - plain["memory"]["weight_bytes"] == ours
+    assert drafted["drafting"]["proposed"] > 0
     assert drafted["memory"]["cache_bytes"] > plain["memory"]["cache_bytes"] + 2 * 3 * 2 * 11 * 10 * 4
+
+
+def test_a_drafter_without_a_file_has_random_weights_in_its_slices():
+    ranks = []
+    for rank in (0, 1):
+        model = synthetic(config(), Mesh.stand_in(Plan(2), rank), experts="bf16")
+        drafter = synthetic_drafter(model, DSparkConfig(**SIZES, mask_token_id=3))
+        stats = generate(model, [[1, 2, 3]], max_new_tokens=9, drafter=drafter).stats.drafting
+        assert stats.proposed > 8
+        ranks.append(drafter)
+    shapes = {name: p.shape for name, p in part(2).named_parameters()}
+    assert shapes == {name: p.shape for name, p in ranks[1].named_parameters()}
+    first, second = (dict(drafter.named_parameters()) for drafter in ranks)
+    assert torch.equal(first["norm.weight"], second["norm.weight"])
+    assert not torch.equal(first["fc.weight"], second["fc.weight"])
 
 
 def part(tp: int, **sizes):

@@ -71,19 +71,20 @@ def slices(config: DSparkConfig, share: Share) -> dict[str, tuple[slice, ...]]:
     return {
         "fc.weight": (channels,),
         **{f"{name}.weight": (vocabulary,) for name in of_vocabulary},
-        **{f"layers.{i}.{name}": cut for i in range(config.num_hidden_layers) for name, cut in of_layer.items()},
+        **{f"layers.{i}.{name}": kept for i in range(config.num_hidden_layers) for name, kept in of_layer.items()},
     }
 
 
 def load_drafter(folder: str | Path, model: Inkling, **choices: Any) -> Drafter:
     """This rank's part of a drafter, of which it reads nothing else; all as `inkling_ref.load_drafter` has it."""
+    return draft_files.load_drafter(folder, model, cut, **choices)
 
-    def part(drafter: Drafter) -> dict[str, tuple[slice, ...]]:
-        table = slices(drafter.config, model.share)
-        adopt(drafter)
-        return table
 
-    return draft_files.load_drafter(folder, model, part, **choices)
+def cut(drafter: Drafter) -> dict[str, tuple[slice, ...]]:
+    """`adopt`, and the table that it went by."""
+    table = slices(drafter.config, drafter.model.share)
+    adopt(drafter)
+    return table
 
 
 def adopt(drafter: Drafter) -> Drafter:
@@ -99,9 +100,9 @@ def adopt(drafter: Drafter) -> Drafter:
         raise InputError(f"drafter: rank {drafter.share.rank}'s part already, expected a whole one")
     model, config, names = drafter.model, drafter.config, dict(drafter.named_parameters())
     share, tp, head = model.share, model.mesh.tp, model.llm.logits
-    for name, cut in slices(config, share).items():
+    for name, kept in slices(config, share).items():
         if name in names:
-            cut_parameter(drafter, name, cut)
+            cut_parameter(drafter, name, kept)
     # Its contexts have this rank's heads.
     local_config = replace(
         config,

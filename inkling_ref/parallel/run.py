@@ -32,7 +32,7 @@ from .drafter import load_drafter
 from .generation import generate
 from .launch import rank_and_size, variable, world
 from .plan import Plan, split
-from .synthetic import synthetic
+from .synthetic import synthetic, synthetic_drafter
 
 ALONE = "one rank's compute; collectives modelled, not run"
 _RSS_UNIT = 1 if sys.platform == "darwin" else 1024
@@ -112,9 +112,10 @@ def main(
         start = time.perf_counter()
         if checkpoint:
             model = load(checkpoint, mesh, device, dtype, backend)
+            drafter = load_drafter(checkpoint, model) if draft else None
         else:
             model = synthetic(config, mesh, device, dtype, backend, experts, skew)
-        drafter = load_drafter(checkpoint, model) if draft else None
+            drafter = synthetic_drafter(model) if draft else None
         load_seconds = time.perf_counter() - start
         rows = split(len(tokens), plan.dp)[model.share.dp_index]
         prompts = [tokens[i] for i in rows] or None
@@ -230,6 +231,7 @@ def _measure(model: Inkling, prompts: list[list[int]] | None, options: dict, tra
             "prefill_seconds": stats.prefill_seconds,
             "decode_steps": stats.decode_steps,
             "decode_seconds": stats.decode_seconds,
+            "drafting": stats.drafting and asdict(stats.drafting),
         }
     parts = [model] if drafter is None else [model, drafter]
     tensors = [tensor for part in parts for tensor in (*part.parameters(), *part.buffers())]

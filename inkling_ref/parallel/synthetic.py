@@ -12,11 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from ..backends import Backend
-from ..checkpoint import MATRICES, empty_model, layer_formats
+from ..checkpoint import MATRICES, ShapesOnly, empty_model, layer_formats
 from ..config import InklingConfig
+from ..draft_config import DSparkConfig
+from ..dspark import Drafter
 from ..model import Inkling, keeps_float32
 from ..quantization import DENOMINATOR, E2M1_MAX, E4M3_MAX, MXFP8, NVFP4, stored_layout
 from .apply import Mesh, parallelize
+from .drafter import cut
 
 
 def synthetic(
@@ -40,7 +43,7 @@ def synthetic(
     parallelize(model, mesh)
     slices = model.share.slices()
     for name, parameter in list(model.named_parameters()):
-        generator = torch.Generator(device=storage.device).manual_seed(crc32(f"{name} {slices.get(name)}".encode()))
+        generator = _generator(name, slices, storage.device)
         module_name, _, leaf = name.rpartition(".")
         module, shape = model.get_submodule(module_name), tuple(parameter.shape)
         if leaf in MATRICES and module.stored_format in (NVFP4, MXFP8):
@@ -49,19 +52,42 @@ def synthetic(
                 module.register_buffer(leaf + suffix, tensor)
             continue
         kept = torch.float32 if keeps_float32(name) and dtype.itemsize < 4 else dtype
-        tensor = torch.randn(shape, generator=generator, device=storage.device, dtype=kept)
+        tensor = _random(name, shape, kept, generator)
         if name.endswith(".mlp.gate.bias"):
             tensor = torch.linspace(0, -skew, len(tensor), device=storage.device, dtype=kept)
-        elif "norm" in name or name.endswith("clip.scale"):
-            tensor = 1 + 0.1 * tensor
-        elif len(shape) > 1:
-            tensor *= 1 / math.sqrt(shape[-1])
         module.register_parameter(leaf, nn.Parameter(tensor))
     if dtype == torch.bfloat16 and model.backend.pack_experts is not None:  # as `checkpoint.fill` does
         for layer in model.llm.layers:
             if layer.mlp.experts.stored_format in (NVFP4, MXFP8):
                 model.backend.pack_experts(layer.mlp.experts)
     return model.requires_grad_(False).eval()
+
+
+def synthetic_drafter(model: Inkling, config: DSparkConfig | None = None) -> Drafter:
+    """A rank's part of a drafter with random weights; None: the sizes of Small's.
+
+    A round costs what a trained one costs; what it drafts is rejected, but for luck.
+    """
+    with torch.device("meta"), ShapesOnly():
+        drafter = Drafter(config or DSparkConfig(), model)
+    slices = cut(drafter)
+    for name, parameter in list(drafter.named_parameters()):
+        module_name, _, leaf = name.rpartition(".")
+        tensor = _random(name, tuple(parameter.shape), model.dtype, _generator(name, slices, model.device))
+        drafter.get_submodule(module_name).register_parameter(leaf, nn.Parameter(tensor))
+    return drafter.requires_grad_(False).eval()
+
+
+def _generator(name: str, slices: dict[str, tuple[slice, ...]], device: torch.device) -> torch.Generator:
+    return torch.Generator(device=device).manual_seed(crc32(f"{name} {slices.get(name)}".encode()))
+
+
+def _random(name: str, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Scales of about 1; products that keep the size of what they read."""
+    tensor = torch.randn(shape, generator=generator, device=generator.device, dtype=dtype)
+    if "norm" in name or name.endswith("clip.scale"):
+        return 1 + 0.1 * tensor
+    return tensor / math.sqrt(shape[-1]) if len(shape) > 1 else tensor
 
 
 def _packed(quantisation: str, shape: tuple[int, ...], generator: torch.Generator) -> dict[str, Tensor]:
