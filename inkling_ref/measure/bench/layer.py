@@ -11,12 +11,14 @@ dequantised to bfloat16 for the others (two rows show MXFP8, the other eight's).
 - compiled, reduce-overhead: the reference through `torch.compile(mode="reduce-overhead")`, its loop over experts aside.
 - transformers: the public model with its cache, to which every call appends, in each of its ways to run experts.
 
-The limit of all arms is that of the packed weights: what a step must read at the rate of a copy, or its FLOPs. An error
-is the distance of a typical token's hidden state from that of the kernels.
+The limit of all arms is that of the packed weights: what a step must read (of the experts those that its tokens choose)
+at the rate of a copy, or its FLOPs. An error is the distance of a typical token's hidden state from that of the kernels
+launched operation by operation with a growing cache.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -178,18 +180,29 @@ def filled(model: Inkling, case: Case) -> tuple[Cache, Tensor]:
     return cache, ids
 
 
-def limits(model: Inkling, case: Case, head: bool) -> tuple[float, float]:
-    """Bytes to read (weights outside the experts, experts that uniform routing hits, keys and values), and FLOPs."""
+@contextmanager
+def counting(model: Inkling) -> Iterator[list[int]]:
+    """A list that gets, while within, how many experts each layer's tokens choose."""
+    counts: list[int] = []
+    gates = [layer.mlp.gate for layer in model.llm.layers]
+    handles = [gate.register_forward_hook(lambda _, __, out: counts.append(len(out[1].unique()))) for gate in gates]
+    try:
+        yield counts
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def limits(model: Inkling, case: Case, head: bool, chosen: Sequence[int]) -> tuple[float, float]:
+    """Bytes to read (weights outside the experts, each layer's `chosen` experts, keys and values), and FLOPs."""
     text, others = model.config.text, ("embed.weight",) if head else ("embed.weight", "unembed.weight")
-    config = InklingConfig(text, vision=None)
-    dense = [t for name, t in model.llm.named_parameters() if ".experts." not in name and name not in others]
-    each = [BYTES[layer.mlp.experts.stored_format] for layer in model.llm.layers]
-    values = text.n_routed_experts * 3 * text.hidden_size * text.moe_intermediate_size
-    missed = (1 - text.num_experts_per_tok / text.n_routed_experts) ** (case.rows * case.tokens)
-    stop = case.context + case.tokens
+    config, stop = InklingConfig(text, vision=None), case.context + case.tokens
+    dense = sum(t.nbytes for name, t in model.llm.named_parameters() if ".experts." not in name and name not in others)
+    expert = 3 * text.hidden_size * text.moe_intermediate_size
+    forms = [layer.mlp.experts.stored_format for layer in model.llm.layers]
+    packed = expert * sum(BYTES[form] * n for form, n in zip(forms, chosen, strict=True))
     cached = case.rows * cost.cache_bytes(config, stop, convolution_bytes=2).total()
-    flops = float(case.rows * cost.flops(config, stop, case.tokens).total())
-    return sum(t.nbytes for t in dense) + values * sum(each) * (1 - missed) + cached, flops
+    return dense + packed + cached, float(case.rows * cost.flops(config, stop, case.tokens).total())
 
 
 # ---------------------------------------------------------------- what is timed
@@ -279,27 +292,30 @@ class Race:
         self.expected: dict[Case, Tensor] = {}
         self.limits: dict[Case, tuple[float, float]] = {}
 
-    def arm(self, case: Case, name: str, make: Callable[[Cache, Tensor, bool], Callable[[], Tensor]]) -> None:
-        """One row; `make` gives what is timed for a cache, the ids after it, and `head`."""
+    def arm(
+        self, case: Case, name: str, make: Callable[[Cache, Tensor, bool], Callable[[], Tensor]], last: bool = False
+    ) -> None:
+        """One row; `make` gives what is timed for a cache, the ids after it, and `head`. last: of the last token only."""
         title = case.name(self.what)
         if self.bench.wanted(name):
             try:
-                call, expected = make(*filled(self.model, case), self.head), self.expected.get(case)
-                if name == "triton":
-                    # What the others are held against; a prefill, which gives the last token alone, too.
-                    reference = call if case.context else growing(self.model, *filled(self.model, case), self.head)
-                    self.expected[case] = reference().clone()
-                    expected = None if case.context else self.expected[case][:, -1]
+                call = make(*filled(self.model, case), self.head)
+                expected = self.expected[case][:, -1] if last else self.expected[case]
                 self.bench.arm(title, name, call, [()], expected, *self.limits[case], whole=True)
             except Exception as error:
                 self.bench.failed(title, name, error)
         torch.cuda.empty_cache()
 
     def run_ours(self, cases: Sequence[Case]) -> None:
-        """The kernels."""
+        """The kernels: operation by operation, for what all arms are held against; then as they are meant to run."""
         for case in cases:
-            self.limits[case] = limits(self.model, case, self.head)
-            self.arm(case, "triton", partial(step_of if case.context else prefilled, self.model))
+            with counting(self.model) as chosen:
+                self.expected[case] = growing(self.model, *filled(self.model, case), self.head)().clone()
+            self.limits[case] = limits(self.model, case, self.head, chosen)
+            if case.context:
+                self.arm(case, "triton", partial(step_of, self.model))
+            else:
+                self.arm(case, "triton", partial(prefilled, self.model), last=True)
 
     def run_peers(self, cases: Sequence[Case], dense: Inkling) -> None:
         """The others, with dense experts; what must be compiled comes last."""
