@@ -295,7 +295,7 @@ class Race:
     def arm(
         self, case: Case, name: str, make: Callable[[Cache, Tensor, bool], Callable[[], Tensor]], last: bool = False
     ) -> None:
-        """One row; `make` gives what is timed for a cache, the ids after it, and `head`. last: of the last token only."""
+        """One row; `make` gives what is timed for a cache, the ids after it, and `head`; `last`: of one token a row."""
         title = case.name(self.what)
         if self.bench.wanted(name):
             try:
