@@ -314,7 +314,7 @@ def test_table_of_plans(table, capsys, monkeypatch):
     printed = capsys.readouterr().out.splitlines()
     assert max(map(len, printed)) <= 80
     assert [line for line in printed if line in paper.PLANS] == 2 * list(paper.PLANS)
-    assert "    1.64       2" in next(line for line in printed if line.startswith("   1024K    30.6"))
+    assert "    1.64    2.00" in next(line for line in printed if line.startswith("   1024K    30.6"))
     assert printed[-2:] == [
         "TP4: 21% if all collectives hide, 12% if none does; published 22%",
         "TP8: 39% if all collectives hide, 21% if none does; published 26%",

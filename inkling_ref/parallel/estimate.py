@@ -469,8 +469,8 @@ def loads(config: InklingConfig | None = None) -> list[tuple[str, ...]]:
 
 
 def _digits(x: int | float) -> str:
-    """Three digits, or all before the point."""
-    return f"{x:.3g}" if abs(x) < 999.5 else f"{x:.0f}"
+    """Three digits; whole numbers and large ones as they are."""
+    return f"{x:.0f}" if isinstance(x, int) or x >= 99.95 else f"{x:#.3g}"
 
 
 def sequence_gain(tp: int, config: InklingConfig | None = None, **options: Any) -> tuple[float, float]:
