@@ -25,7 +25,7 @@ parallelism divides. Launching a kernel costs nothing here, so that decoding at 
 ten operations, each of 2 us or more on a real device.
 
 Sources. Device: the H200's datasheet, of which a good kernel reaches 90 % of the memory's speed and 80 % of the matrix
-units'. Latencies, published for H100 and GB200: `ALPHAS`. Links: 450 GB/s each way of an NVLink 4 GPU, 80 % of it
+units'. Latencies, from figures published for H100 and GB200: `ALPHAS`. Links: 450 GB/s each way of an NVLink 4 GPU, 80 % of it
 usable; between hosts a network card of 400 Gb/s for each GPU, with a latency that is assumed.
 """
 
@@ -53,7 +53,7 @@ NETWORK = Link(alpha=30e-6, bandwidth=50e9)
 ALPHAS = {  # seconds of one collective that carries next to nothing
     "NCCL": 20e-6,  # all-reduce on 8 H100: 19 to 25 us up to 512 KB (Triton-distributed, issue 57)
     "one-shot kernel": 7e-6,  # on 4 ranks 10 us at 0.5 MB and 23 at 2 MB (vLLM, pull request 24532)
-    "Lamport push": 5e-6,  # 8 us, with convolution and norm, on GB200 at batch 1 (vLLM's article on Inkling 1)
+    "Lamport push": 5e-6,  # of 8 with convolution and norm, on GB200 at batch 1 (vLLM's article on Inkling 1)
 }
 PER_WEIGHT = {"bf16": 2.0, "nvfp4": 1 / 2 + 1 / 16, "mxfp8": 1 + 1 / 32}  # bytes, with scales
 STREAM, ROUTE = 2, 4  # bytes of a bfloat16 and a float32
