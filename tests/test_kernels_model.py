@@ -1,8 +1,9 @@
 """Whole models on the kernels' backend, and what the backend refuses.
 
-In the interpreter a tiny model; on a GPU the shipped nano and two layers, one sliding and one full, of Small's width.
+Two layers, one sliding and one full: in the interpreter of tiny's sizes, on a GPU of Small's width, and nano there too.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,11 @@ from inkling_ref.measure.make_golden import randomize
 from inkling_ref.model import Inkling
 
 pytestmark = needs_device
+TINY = InklingConfig.tiny().text
+# A block closes after each layer: the output mixes as many sources as that of the four layers of tiny.
+SHALLOW = InklingConfig(
+    replace(TINY, num_hidden_layers=2, layer_types=[SLIDING, FULL], n_layers_per_attn_res_block=1), vision=None
+)
 needs_gpu = pytest.mark.skipif(INTERPRETED, reason="takes too long in the interpreter")
 
 
@@ -60,15 +66,15 @@ def check(exact, eager, actual, *arguments):
 @pytest.mark.parametrize("dtype", DTYPES[-1:] if INTERPRETED else DTYPES, ids=str)
 def test_tiny_model(dtype):
     models = [(torch.float64, "torch"), (dtype, "torch"), (dtype, "triton")]
-    check(*(random_model(dtype=dtype, backend=backend).to(DEVICE) for dtype, backend in models), 9, True)
+    check(*(random_model(SHALLOW, dtype=dtype, backend=backend).to(DEVICE) for dtype, backend in models), 9, True)
 
 
 def test_greedy_text_with_a_drafter():
     """Three rounds that verify four drafts and accept two, none and all of them."""
     prompts = PROMPTS[:1]
-    model = random_model(backend="triton").to(DEVICE)
-    drafter = make(model, Scripted).to(DEVICE)
-    expected = ir.generate(random_model(), prompts, 8).tokens
+    model = random_model(SHALLOW, backend="triton").to(DEVICE)
+    drafter = make(model, Scripted, target_layer_ids=[0, 1, 2]).to(DEVICE)
+    expected = ir.generate(random_model(SHALLOW), prompts, 8).tokens
     drafter.texts, drafter.script = [prompts[0] + expected[0]], (2, 0, 4)
     result = ir.generate(model, prompts, 8, drafter=drafter)
     assert result.tokens == expected
