@@ -25,8 +25,8 @@ parallelism divides. Launching a kernel costs nothing here, so that decoding at 
 ten operations, each of 2 us or more on a real device.
 
 Sources. Device: the H200's datasheet, of which a good kernel reaches 90 % of the memory's speed and 80 % of the matrix
-units'. Latencies, from figures published for H100 and GB200: `ALPHAS`. Links: 450 GB/s each way of an NVLink 4 GPU, 80 % of it
-usable; between hosts a network card of 400 Gb/s for each GPU, with a latency that is assumed.
+units'. Latencies: `ALPHAS`, from figures published for H100 and GB200. Links: 450 GB/s each way of an NVLink 4 GPU,
+80 % of it usable; between hosts a network card of 400 Gb/s for each GPU, with a latency that is assumed.
 """
 
 import sys
