@@ -723,6 +723,7 @@ def info(
     from rich.console import Console
 
     from .config import InklingConfig
+    from .draft_config import DSparkConfig
     from .measure import cost
 
     if checkpoint and preset:
@@ -745,6 +746,16 @@ def info(
         f"decode token {context:,}": cost.flops(config, context, 1, tp, ep),
         f"prefill {context:,} tokens": cost.flops(config, context, context, tp, ep),
     }
+    draft = DSparkConfig() if config == InklingConfig.small() else None
+    if checkpoint:
+        from .draft_files import FILE, read_config
+
+        draft = read_config(checkpoint, config) if (checkpoint / FILE).is_file() else None
+    drafter = {}
+    for name, ranks in {"all": 1, **({"on the rank": tp} if rank else {})}.items() if draft else ():
+        sizes = {part: 2 * count for part, count in cost.drafter_parameters(config, draft, ranks).items()}
+        sizes[f"context of {context:,} tokens"] = cost.drafter_cache_bytes(draft, context, ranks)
+        drafter[name] = Counter(sizes)
     Console(width=80).print(
         f"{_count(whole.total())} parameters, {_count(cost.in_layers(active))} active in a token's layers",
         _table("Parameters", counts, "{:,}".format),
@@ -755,6 +766,7 @@ def info(
             _bytes,
         ),
         _table(f"Work of the text stack{rank}", work, lambda count: _si(count, "FLOP")),
+        *([_table("Drafter in bfloat16, and its cache of one sequence", drafter, _bytes)] if draft else []),
     )
 
 

@@ -120,6 +120,14 @@ class DSparkConfig:
             if is_wrong:
                 raise InputError(f"drafter: {key} is {getattr(self, key)!r}, expected {expected}")
 
+    def check_ranks(self, tp: int) -> None:
+        """Raises InputError unless tp ranks can share the heads, or each repeat key/value heads that are fewer."""
+        H, G = self.num_attention_heads, self.num_key_value_heads
+        if H % tp:
+            raise InputError(f"tp is {tp}, expected a divisor of the drafter's num_attention_heads {H}")
+        if G % tp and tp % G:
+            raise InputError(f"tp is {tp}, expected a divisor or a multiple of the drafter's num_key_value_heads {G}")
+
 
 def _fits(value: Any, kind: Any) -> bool:
     """Whether a JSON value is of the annotated kind: whole numbers are floats too, true and false no numbers."""

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from .checkpoint import ShapesOnly
+from .config import InklingConfig, TextConfig
 from .draft_config import DSparkConfig
 from .dspark import Drafter
 from .errors import InputError
@@ -68,19 +69,9 @@ def load_drafter(
             that is missing, impossible, or contradicts the tensors.
     """
     folder = Path(folder)
-    if unknown := sorted(set(choices) - {f.name for f in fields(DSparkConfig)}):
-        raise InputError(f"load_drafter: unknown choice {', '.join(unknown)}, expected fields of DSparkConfig")
-    file = find(folder)
+    config, file = read_config(folder, model.config, **choices), find(folder)
     with CheckpointReader(folder, file) as reader:
-        names: dict[str, str] = {}
-        for stored in reader.names:
-            name = _plain_name(stored)
-            if name in names:
-                raise InputError(f"{folder / file}: {stored} and {names[name]} are the same tensor, {name}")
-            names[name] = stored
-        shapes = {name: reader.shape(stored) for name, stored in names.items()}
-        said = _read_config(folder, model)
-        config = _config(shapes, said, choices, folder / file, model)
+        names = _plain_names(reader, folder / file)
         with torch.device("meta"), ShapesOnly():
             drafter = Drafter(config, model)
         expected = dict(drafter.named_parameters())
@@ -101,6 +92,17 @@ def load_drafter(
     return drafter.eval()
 
 
+def read_config(folder: str | Path, target: InklingConfig, **choices: Any) -> DSparkConfig:
+    """What the drafter of a folder is, from its file's header and config.json; arguments, errors of `load_drafter`."""
+    folder = Path(folder)
+    if unknown := sorted(set(choices) - {f.name for f in fields(DSparkConfig)}):
+        raise InputError(f"load_drafter: unknown choice {', '.join(unknown)}, expected fields of DSparkConfig")
+    file = find(folder)
+    with CheckpointReader(folder, file) as reader:
+        shapes = {name: reader.shape(stored) for name, stored in _plain_names(reader, folder / file).items()}
+    return _config(shapes, _said(folder, target.text), choices, folder / file, target.text)
+
+
 def find(folder: Path) -> str:
     """The file of `folder` that holds a drafter. Raises InputError if there is none."""
     if (folder / FILE).is_file():
@@ -119,7 +121,18 @@ def _plain_name(stored: str) -> str:
     return name
 
 
-def _read_config(folder: Path, model: Inkling) -> dict[str, Any]:
+def _plain_names(reader: CheckpointReader, file: Path) -> dict[str, str]:
+    """Our name of every tensor -> its stored one."""
+    names: dict[str, str] = {}
+    for stored in reader.names:
+        name = _plain_name(stored)
+        if name in names:
+            raise InputError(f"{file}: {stored} and {names[name]} are the same tensor, {name}")
+        names[name] = stored
+    return names
+
+
+def _said(folder: Path, target: TextConfig) -> dict[str, Any]:
     """What config.json says about the drafter, in our spelling."""
     path = folder / "config.json"
     data = read_json(path) if path.is_file() else {}
@@ -137,8 +150,9 @@ def _read_config(folder: Path, model: Inkling) -> dict[str, Any]:
                 said["target_layer_ids"] = [id - 1 for id in value]
             elif (name := _ALIASES.get(key, key)) in known and value is not None:
                 said[name] = value
-            elif key == "draft_vocab_size" and value not in (None, _used(model), model.config.text.vocab_size):
-                raise InputError(f"{path}: {key} is {value}, expected the target's vocabulary, {_used(model)}")
+            elif key == "draft_vocab_size" and value not in (None, target.unpadded_vocab_size, target.vocab_size):
+                expected = f"the target's vocabulary, {target.unpadded_vocab_size}"
+                raise InputError(f"{path}: {key} is {value}, expected {expected}")
         if section in sections and "layer_types" in section:
             window, kinds = section.get("sliding_window"), section["layer_types"]
             if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
@@ -150,12 +164,8 @@ def _read_config(folder: Path, model: Inkling) -> dict[str, Any]:
     return said
 
 
-def _used(model: Inkling) -> int:
-    return model.config.text.unpadded_vocab_size
-
-
 def _config(
-    shapes: dict[str, tuple[int, ...]], said: dict[str, Any], choices: dict[str, Any], file: Path, model: Inkling
+    shapes: dict[str, tuple[int, ...]], said: dict[str, Any], choices: dict[str, Any], file: Path, target: TextConfig
 ) -> DSparkConfig:
     """Sizes and kinds from the tensors; the rest from `said`, and `choices` above all."""
 
@@ -195,19 +205,19 @@ def _config(
     elif "rope_theta" not in said:
         derived["rope_theta"] = 1e6  # attention must tell positions apart; Qwen3's
     if confidence:
-        derived["confidence_head_with_markov"] = confidence > model.config.text.hidden_size
+        derived["confidence_head_with_markov"] = confidence > target.hidden_size
     for key, value in derived.items():
         if key in said and said[key] != value:
             raise InputError(f"{file}: the config says {key} {said[key]!r}, the tensors say {value!r}")
     values = {**said, **derived, **choices}
-    taps, rest = divmod(shape("fc.weight")[1], model.config.text.hidden_size)
+    taps, rest = divmod(shape("fc.weight")[1], target.hidden_size)
     for key in ("target_layer_ids", "mask_token_id"):
         if key not in values:
             raise InputError(f"{file}: {key} is missing in config.json; give load_drafter one (fc reads {taps} taps)")
     config = DSparkConfig(**values)
-    config.check(model.config.text)
+    config.check(target)
     if rest or taps != len(config.target_layer_ids):
-        wide = f"{taps} taps of {model.config.text.hidden_size}" if not rest else f"{shape('fc.weight')[1]} channels"
+        wide = f"{taps} taps of {target.hidden_size}" if not rest else f"{shape('fc.weight')[1]} channels"
         raise InputError(f"{file}: target_layer_ids is {config.target_layer_ids}, but fc.weight reads {wide}")
     return config
 
@@ -227,7 +237,7 @@ def _check(
             problems.append(f"{name} is missing")
             continue
         layout, wanted = reader.layout(names[name]), tuple(parameter.shape)
-        allowed = {wanted, (_used(model), *wanted[1:])} if "markov_w" in name else {wanted}
+        allowed = {wanted, (model.config.text.unpadded_vocab_size, *wanted[1:])} if "markov_w" in name else {wanted}
         if layout.shape not in allowed or layout.dtype not in _FLOATS:
             problems.append(f"{names[name]} is {layout}, expected floats {list(wanted)}")
     for name, ours in _SHARED.items():

@@ -1,6 +1,7 @@
 """The drafter on many ranks: what one process drafts, in slices, and the distribution that one process has."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from parallel_draft_worker import (
     check_pictures,
     check_proposals,
     check_traffic,
+    is_replicated,
     random_drafter,
     run_drafts,
     text_only,
@@ -25,6 +27,7 @@ from inkling_ref import InputError, checkpoint, save_drafter
 from inkling_ref.cli import main
 from inkling_ref.config import InklingConfig
 from inkling_ref.draft_config import DSparkConfig
+from inkling_ref.measure import cost
 from inkling_ref.parallel.apply import Mesh, parallelize
 from inkling_ref.parallel.drafter import adopt
 from inkling_ref.parallel.generation import generate
@@ -129,8 +132,31 @@ def test_a_drafter_without_a_file_has_random_weights_in_its_slices():
     assert not torch.equal(first["fc.weight"], second["fc.weight"])
 
 
+@pytest.mark.parametrize("kind", [{}, *KINDS.values()], ids=["rnn", *KINDS])
+def test_the_cost_model_counts_the_parameters_of_a_rank(kind):
+    for tp in (1, 2):
+        drafter = part(tp, intermediate_size=24, **kind)
+        draft = DSparkConfig(**{**SIZES, "intermediate_size": 24, "mask_token_id": 3, **kind})
+        counts = cost.drafter_parameters(EIGHT, draft, tp)
+        assert counts.total() == sum(p.numel() for p in drafter.parameters())
+        assert counts["on every rank"] == sum(
+            p.numel() for n, p in drafter.named_parameters() if is_replicated(n, 2, tp)
+        )
+        context = drafter.new_context(1)
+        context.extend(0, *(torch.zeros(1, 2 // tp, 7, 10) for _ in range(2)))
+        assert cost.drafter_cache_bytes(draft, 7, tp, 4) == 2 * context.num_bytes()  # of two layers one is filled
+
+
+def test_info_has_the_drafter_of_small(capsys):
+    assert main(["info", "--tp", "8", "--ep", "8"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"SwiGLU +1.486 GB +185.8 MB", out)
+    assert re.search(r"context of 1,048,576 tokens +21.47 GB +2.684 GB", out)
+    assert max(map(len, out.splitlines())) <= 80
+
+
 def part(tp: int, **sizes):
-    model = parallelize(random_model(EIGHT), Mesh.stand_in(Plan(tp), 1))
+    model = parallelize(random_model(EIGHT), Mesh.stand_in(Plan(tp), tp - 1))
     return adopt(random_drafter(model, **sizes))
 
 

@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..config import InklingConfig, TextConfig, VisionConfig
+from ..draft_config import DSparkConfig
 from ..errors import InputError
 
 ExpertFormat = Literal["bf16", "mxfp8", "nvfp4+mxfp8"]
@@ -128,6 +129,36 @@ def cache_bytes(
         inputs = channels + 2 * text.hidden_size // tp
         sizes["convolution states"] += (text.conv_kernel_size - 1) * inputs * convolution_bytes
     return sizes
+
+
+def drafter_parameters(config: InklingConfig, draft: DSparkConfig, tp: int = 1) -> Counter[str]:
+    """Parameters of one rank of a drafter, by part; `parallel.drafter` says what is cut.
+
+    Raises:
+        InputError: heads that the ranks cannot share.
+    """
+    draft.check_ranks(tp)
+    D, L, r, R = config.text.hidden_size, draft.num_hidden_layers, draft.markov_rank, draft.d_rel
+    H, G, d = draft.num_attention_heads // tp, max(draft.num_key_value_heads // tp, 1), draft.head_dim
+    has_rms = draft.qk_norm == "rms"
+    of_head = D * ((2 + draft.attention_gate) * d + R + draft.attention_sink) + R + d * (not has_rms)
+    whole = 2 * D + L * (2 * D + 2 * d * has_rms + R * draft.rel_extent)  # norms, profiles
+    whole += {"rnn": 3 * r * (2 * r + D + 1), "gated": r * (r + D + 1)}.get(draft.markov_head_type, 0)
+    whole += draft.enable_confidence_head * (D + r * draft.confidence_head_with_markov + 1)
+    return Counter(
+        {
+            "fusion": len(draft.target_layer_ids) * D * D // tp,
+            "attention": L * (H * of_head + 2 * G * d * D),
+            "SwiGLU": L * 3 * D * (draft.intermediate_size // tp),
+            "tables of the head": 2 * r * (config.text.vocab_size // tp),
+            "on every rank": whole,
+        }
+    )
+
+
+def drafter_cache_bytes(draft: DSparkConfig, context: int, tp: int = 1, kv_bytes: int = 2) -> int:
+    """Bytes of one sequence's keys and values on one rank: of all positions, whatever the windows."""
+    return draft.num_hidden_layers * 2 * max(draft.num_key_value_heads // tp, 1) * draft.head_dim * kv_bytes * context
 
 
 def flops(config: InklingConfig, context: int, tokens: int = 1, tp: int = 1, ep: int = 1) -> Counter[str]:

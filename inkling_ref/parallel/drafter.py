@@ -37,10 +37,7 @@ def slices(config: DSparkConfig, share: Share) -> dict[str, tuple[slice, ...]]:
         InputError: heads that the ranks cannot share.
     """
     tp, H, G, d = share.plan.tp, config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    if H % tp:
-        raise InputError(f"tp is {tp}, expected a divisor of the drafter's num_attention_heads {H}")
-    if G % tp and tp % G:
-        raise InputError(f"tp is {tp}, expected a divisor or a multiple of the drafter's num_key_value_heads {G}")
+    config.check_ranks(tp)
     n_local_heads, n_local_kv_heads = H // tp, max(G // tp, 1)
     first, first_kv = n_local_heads * share.tp_index, G * share.tp_index // tp
     one, states, relative = (slice(first * size, (first + n_local_heads) * size) for size in (1, d, config.d_rel))
