@@ -144,11 +144,11 @@ def from_target(p, q, drafts, widths, generator, vocabulary):
 
 
 def check_distribution(
-    reference: Inkling, model: Inkling, temperature: float, greedy: bool = False, fault: str | None = None
+    reference: Inkling, model: Inkling, temperature: float, greedy: bool = False, fault: str | None = None, **sizes: Any
 ) -> None:
     """Two thousand short texts against their exact probabilities; the ranks write the same ones."""
     trials, V = 2000, model.config.text.unpadded_vocab_size
-    drafter = adopt(random_drafter(model, num_key_value_heads=1))
+    drafter = adopt(random_drafter(model, **sizes))
     if fault == "NaN":  # then drafts are drawn from all tokens alike
         drafter.norm.weight.fill_(torch.nan)
     drafting, wrong = Drafting(drafter, greedy=greedy), fault == "verdict"

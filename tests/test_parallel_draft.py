@@ -25,7 +25,7 @@ from test_parallel import CUT, EIGHT, SEND, succeed
 
 from inkling_ref import InputError, checkpoint, save_drafter
 from inkling_ref.cli import main
-from inkling_ref.config import InklingConfig
+from inkling_ref.config import FULL, SLIDING, InklingConfig
 from inkling_ref.draft_config import DSparkConfig
 from inkling_ref.measure import cost
 from inkling_ref.parallel.apply import Mesh, parallelize
@@ -43,11 +43,17 @@ KINDS = {
     },
 }  # fmt: skip
 # 5 used tokens of 7: on 2 ranks 4 and 1, on 3 ranks 3, 2 and none.
-FEW = text_only(7, 5, hidden_size=36, num_key_value_heads=3, swa_num_key_value_heads=3)
+FEW = text_only(
+    7, 5, hidden_size=36, num_key_value_heads=3, swa_num_key_value_heads=3,
+    num_hidden_layers=2, layer_types=[SLIDING, FULL],
+)  # fmt: skip
+FEW_DRAFT = {"num_key_value_heads": 1, "target_layer_ids": [0, 1, 2]}
 
 
 def distribution(name: str, **options) -> DraftCase:
-    return DraftCase(name, check_distribution, Plan(3), FEW, {"temperature": 4.0, **options})  # the logits are large
+    return DraftCase(
+        name, check_distribution, Plan(3), FEW, {"temperature": 4.0, **FEW_DRAFT, **options}
+    )  # the logits are large
 
 
 def pictures(**sizes) -> InklingConfig:
@@ -64,7 +70,7 @@ WORLDS = {
         DraftCase("dp, a group without rows", check_pictures, Plan(1, 2, **SEND), picture_config(), {"rows": (2, 0)}),
     ],
     3: [
-        DraftCase("more ranks than key/value heads", check_proposals, Plan(3), FEW, {"num_key_value_heads": 1}),
+        DraftCase("more ranks than key/value heads", check_proposals, Plan(3), FEW, FEW_DRAFT),
         distribution("drawn"),
         distribution("greedy drafts", greedy=True, temperature=8.0),
         distribution("a broken drafter", fault="NaN"),
