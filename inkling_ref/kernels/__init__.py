@@ -63,12 +63,6 @@ def expect(op: str, dtypes: tuple[torch.dtype, ...], **given: tuple[Tensor | Non
         raise InputError(f"triton {op}: {name} {wrong}")
 
 
-def require(op: str, *tensors: Tensor) -> None:
-    """`expect` of tensors of any shape, packed bytes among them."""
-    for t in tensors:
-        expect(op, FLOATS if t.is_floating_point() else (t.dtype,), **{"a tensor": (t, t.shape)})
-
-
 def axes(op: str, name: str, t: Tensor, count: int, batch: int = 0) -> torch.Size:
     """The shape of a tensor of `count` axes, of which the first `batch` may be empty.
 
