@@ -414,9 +414,10 @@ def share_of(folder: Path, plan: Plan, rank: int) -> float:
 def fail(rank: int, failing: int, how: str, folder: Path) -> None:
     """One rank fails while it decodes, and notes when; the others wait for it in a collective."""
     seconds = 5 if how == "hang" else 60
-    with torch.inference_mode(), world(Plan(3), timeout=timedelta(seconds=seconds)) as mesh:
-        config = text_config(hidden_size=33, num_attention_heads=3, num_key_value_heads=3, swa_num_key_value_heads=3)
-        model = parallelize(random_model(config), mesh)
+    sizes = {"hidden_size": 36, "num_attention_heads": 6, "num_key_value_heads": 6, "swa_num_key_value_heads": 6}
+    plan = Plan(int(os.environ["WORLD_SIZE"]))  # of 2 or 3 ranks
+    with torch.inference_mode(), world(plan, timeout=timedelta(seconds=seconds)) as mesh:
+        model = parallelize(random_model(text_config(**sizes)), mesh)
         calls = 0
 
         def hook(*_: Any) -> None:

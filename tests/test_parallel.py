@@ -73,6 +73,7 @@ WORLDS = {
         Case("width", Plan(2, ep=1), checks=("forward", "decode", "greedy")),
         Case("width, sending", Plan(1, 2, ep=1, **SEND), TINY, checks=("forward", "greedy"), rows=(1, 2)),
         nano("sequence", Plan(2, sequence=True, sequence_from=8), (2,), "nano_drafts"),
+        nano("sending", Plan(2, **SEND), (1,)),
         nano("width, sending", Plan(2, ep=1, **SEND), (2,), experts="packed"),
     ],
     3: [
@@ -108,7 +109,8 @@ WORLDS = {
         Case("dp, pictures, sending", Plan(1, 8, **SEND), TINY, ("forward", "pictures"), rows=(1, 0, 0, 2, 0, 1, 0, 0)),
         Case("width", Plan(8, ep=1), EIGHT, ("forward", "greedy"), rows=(1,)),
         nano("tp x dp, ep x etp, sequence", Plan(2, 4, ep=4, sequence=True, sequence_from=8), (1, 0, 1, 0)),
-        nano("dp, sending", Plan(1, 8, **SEND), (0, 1, 0, 0, 0, 0, 1, 0)),
+        nano("dp", Plan(1, 8), (0, 1, 0, 0, 0, 0, 1, 0)),
+        nano("tp x dp, sending", Plan(2, 4, **SEND), (1, 0, 0, 1)),
     ],
 }
 
@@ -217,7 +219,7 @@ def test_torchrun_tells_which_rank_has_failed(tmp_path):
     outputs = []
     for how, message in (("kill", "rank 1 is gone without a message: killed"), ("hang", "rank 1 did not come to")):
         (tmp_path / how).mkdir()
-        line = [*TORCHRUN, "3", "-m", "parallel_worker", "1", how, str(tmp_path / how)]
+        line = [*TORCHRUN, "2", "-m", "parallel_worker", "1", how, str(tmp_path / how)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
         output = (tmp_path / f"{how}.txt").open("w")
         outputs.append((how, message, subprocess.Popen(line, stdout=output, stderr=output, env=environment)))
@@ -366,7 +368,7 @@ def test_what_cannot_run_is_said_in_one_line(arguments, message, tmp_path, capsy
 
 
 def test_of_a_fault_that_all_ranks_find_only_rank_0_speaks(tmp_path):
-    done = command("--synthetic", "nano", "--tp", 4, "--context", 5, "--out", tmp_path / "report.json", ranks=4)
+    done = command("--synthetic", "nano", "--tp", 4, "--context", 5, "--out", tmp_path / "report.json")
     assert done.returncode != 0
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert line == "error: tp is 4, expected a divisor of swa_num_attention_heads 6"

@@ -19,7 +19,7 @@ Source of the defaults: an NCCL call's latency, and the 450 GB/s that an NVLink 
 """
 
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -102,11 +102,22 @@ class Count:
 
     calls: int = 0
     sent: int = 0
-    spans: list[tuple] = field(default_factory=list)
+    spans: deque[tuple] = field(default_factory=deque)  # not yet in `_seconds`
+    _seconds: float = 0.0
+
+    def add(self, sent: int, *span: tuple) -> None:
+        self.calls, self.sent = self.calls + 1, self.sent + sent
+        self.spans += span
+        self._settle(1000)  # nobody waits for what is so long ago
 
     @property
     def seconds(self) -> float:
-        return sum((seconds_between(*span) for span in self.spans), 0.0)
+        self._settle(0)
+        return self._seconds
+
+    def _settle(self, pending: int) -> None:
+        while len(self.spans) > pending:
+            self._seconds += seconds_between(*self.spans.popleft())
 
 
 @dataclass
@@ -118,9 +129,7 @@ class Traffic:
     counts: dict[tuple[str, str], Count] = field(default_factory=lambda: defaultdict(Count))
 
     def add(self, what: str, sent: int, *span: tuple) -> None:
-        count = self.counts[self.phase, what]
-        count.calls, count.sent = count.calls + 1, count.sent + sent
-        count.spans += span
+        self.counts[self.phase, what].add(sent, *span)
 
     def to_dict(self) -> dict[str, dict[str, dict[str, int | float]]]:
         phases: dict[str, dict[str, dict[str, int | float]]] = {}
