@@ -124,6 +124,9 @@ def ask(
     device: Device = "cpu",
     backend: Annotated[Literal["torch", "triton"], typer.Option(help="What runs the operations.")] = "torch",
     draft: Annotated[bool, typer.Option("--draft", help="Speculative decoding with the checkpoint's drafter.")] = False,
+    graph: Annotated[
+        bool, typer.Option("--graph", help="Decode with fixed addresses, on a GPU as one CUDA graph.")
+    ] = False,
 ) -> None:
     """Answer a question, about pictures if there are any. The answer streams to stdout."""
     if not question.strip():
@@ -137,6 +140,7 @@ def ask(
         from . import generation
         from .chat import Tokenizer, render
         from .config import InklingConfig
+        from .decode_step import DecodeStep
         from .draft_files import find, load_drafter
         from .measure.cost import parameters
 
@@ -153,6 +157,13 @@ def ask(
     start = time.perf_counter()
     model = checkpoints.load(checkpoint, device=device, dtype=_dtype(device), backend=backend)
     drafter = load_drafter(checkpoint, model) if draft else None
+    step = None
+    if graph:
+        longest = min(len(prompt.input_ids) + max_new_tokens, config.text.max_position_embeddings)
+        tokens, taps = (1 + drafter.num_draft_tokens, drafter.config) if drafter else (1, None)
+        step = DecodeStep(model, 1, longest + tokens, tokens, taps=taps)
+        if device == "cuda":
+            step.capture()
     load_seconds = time.perf_counter() - start
     stream = generation.stream(
         model,
@@ -166,6 +177,7 @@ def ask(
         pixel_values=prompt.pixel_values,
         image_grid_thw=prompt.image_grid_thw,
         drafter=drafter,
+        step=step,
     )
     _show((token for (token,) in stream), tokenizer)
     stats, (reason,) = stream.result.stats, stream.result.stop_reason

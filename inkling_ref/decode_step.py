@@ -48,6 +48,7 @@ class StepBackend(Backend):
     attend_cache: Callable = fused.attend_cache
     join_and_mix: Callable = fused.join_and_mix
     sample_head: Callable = fused.sample_head
+    draft_rnn: Callable = fused.draft_rnn
 
 
 def join(parameters: list[nn.Parameter]) -> Float[Tensor, "rows D"]:
@@ -171,8 +172,13 @@ def rolled(state: Float[Tensor, "B N C"], inputs: tuple[Tensor, ...], prompt: Pr
 class DecodeStep:
     """A model that decodes `tokens` tokens a row at a time, for rows of up to `capacity` positions.
 
-    `step.prefill(ids)` reads prompts, `step.take(cache)` continues after what a cache holds; every `step(ids)` appends.
-    The model's projections become views of joined weights: it computes what it did, and holds no byte more.
+        step = ir.DecodeStep(model, batch_size=1, capacity=4096)
+        step.capture()  # on a GPU
+        ir.generate(model, prompt, step=step)
+
+    By hand: `step.reset()`, `step.prefill(ids)` reads prompts, `step.take(cache)` continues after what a cache holds,
+    every `step(ids)` appends, `step.next_tokens()` chooses. The model's projections become views of joined weights: it
+    computes what it did, and holds no byte more.
     """
 
     @torch.inference_mode(False)  # the model's weights, and all places, remain tensors that anybody may write
@@ -214,7 +220,7 @@ class DecodeStep:
         self.hidden: Tensor | None = None
         self.taps: dict[int, Tensor] = {}  # of the newest call, by layer id, [B, T, D]: see `dspark.observe`
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.heads: dict[float, tuple[torch.cuda.CUDAGraph, Tensor]] = {}  # temperature -> graph, and where its ids are
+        self.head: tuple[float, torch.cuda.CUDAGraph, Tensor] | None = None  # a temperature's, and where its ids are
         self.reset()
 
     def _depth(self, e: Float[Tensor, "B T D"]) -> tuple[Float[Tensor, "B T n D"], Float[Tensor, "B T D"]]:
@@ -295,13 +301,18 @@ class DecodeStep:
             image_features: of the image tokens of this call in order, row by row.
 
         Raises:
-            InputError: for another number of rows, other integers, or no room for all T positions after each row. That
-                ids are in range is not checked.
+            InputError: for another number of rows, for no integers, a mask of another shape or of no bools, no room for
+                all T positions after each row. That ids are in range is not checked.
         """
         B, T = self._check(ids)
-        counts, order = [T] * B, None
+        counts = [T] * B
         if attention_mask is not None:
-            order = (~attention_mask).to(torch.int8).argsort(dim=1, stable=True)
+            if attention_mask.shape != ids.shape or attention_mask.dtype != torch.bool:
+                raise InputError(
+                    f"decode step: attention_mask {attention_mask.dtype} {tuple(attention_mask.shape)}, expected bools "
+                    f"{tuple(ids.shape)}"
+                )
+            order = (~attention_mask).to(torch.int8).argsort(dim=1, stable=True)  # each row's tokens to its front
             ids, counts = ids.gather(1, order), attention_mask.sum(dim=1).tolist()
         if max(self.ends) + T > self.capacity:
             raise InputError(f"decode step: {self.capacity} positions, expected room for {max(self.ends)} and {T} more")
@@ -321,10 +332,8 @@ class DecodeStep:
             raise InputError(f"decode step: ids are {ids.dtype}, expected integers")
         if ids.dim() != 2 or len(ids) != len(self.ends) or not ids.numel():
             raise InputError(f"decode step: ids {tuple(ids.shape)}, expected {len(self.ends)} rows of tokens")
-        if any(
-            s.weights[0].data_ptr() != l.attn.wq_du.weight.data_ptr()
-            for s, l in zip(self.layers, self.model.llm.layers, strict=True)
-        ):
+        # Of every layer it would cost more than launching the step.
+        if self.layers[0].weights[0].data_ptr() != self.model.llm.layers[0].attn.wq_du.weight.data_ptr():
             raise InputError("decode step: the model's weights were replaced, expected a new DecodeStep after that")
         return ids.shape
 
@@ -378,8 +387,8 @@ class DecodeStep:
     def next_tokens(self, temperature: float = 0.0, seeds: Int[Tensor, " B"] | None = None) -> Int[Tensor, "B T"]:
         """The token that follows each of the newest step's: `fused.sample_head`, drawn by seed and position.
 
-        NOT_FINITE stands where the logits are not finite. After `capture` the ids are in a place that the next call at
-        this temperature reuses.
+        NOT_FINITE stands where the logits are not finite. After `capture` this is a graph too, made anew for another
+        temperature, and the ids are in a place that the next call reuses.
 
         Raises:
             InputError: for a temperature without seeds.
@@ -390,9 +399,9 @@ class DecodeStep:
             self.seeds.copy_(seeds)
         if self.graph is None:
             return self._head(temperature)
-        if temperature not in self.heads:
-            self.heads[temperature] = captured(lambda: self._head(temperature))
-        graph, tokens = self.heads[temperature]
+        if self.head is None or self.head[0] != temperature:
+            self.head = temperature, *captured(lambda: self._head(temperature))
+        _, graph, tokens = self.head
         graph.replay()
         return tokens
 
@@ -416,7 +425,7 @@ class DecodeStep:
         kept, lengths = [t.clone() for t in states], self.lengths.clone()
         self.lengths.fill_(-self.tokens)  # rows that are not in use: no slot of the cache is written
         self.graph, self.hidden = captured(self.forward)
-        self.captured_taps, self.heads = self.taps, {}  # the heads of a graph before this one read its hidden states
+        self.captured_taps, self.head = self.taps, None  # the head of a graph before this one read its hidden states
         for t, before in zip([*states, self.lengths], [*kept, lengths], strict=True):
             t.copy_(before)
 

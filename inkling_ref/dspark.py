@@ -410,20 +410,26 @@ class Drafter(nn.Module):
         n: int,
         choose: Callable[[Tensor], tuple[Tensor, Tensor | None]],
     ) -> Proposal:
-        """Draft n <= gamma tokens a row. `choose` gives for logits [B, V] the tokens and what they were drawn from."""
+        """Draft n <= gamma tokens a row. `choose` gives for logits [B, V] the tokens and what they were drawn from.
+
+        With an rnn head `choose.rnn`, if it has that, drafts all of them: see `fused.draft_rnn`.
+        """
         h = self.block(context, anchors)[:, :n]
         base = self.base_logits(h)
-        s = None if self.markov_head is None else self.markov_head.start(h[:, 0])
-        tokens, distributions = [anchors], []
-        for k in range(n):
-            logits = base[:, k]
-            if self.markov_head is not None:
-                correction, s = self.markov_head.step(h[:, k], tokens[-1], s, self.used)
-                logits = logits + correction
-            token, q = choose(logits)
-            tokens.append(token)
-            distributions.append(q)
+        head, tokens, distributions = self.markov_head, [anchors], []
+        if head is not None and head.kind == "rnn" and hasattr(choose, "rnn"):
+            tokens += choose.rnn(head, h, base, anchors).unbind(dim=1)
+        else:
+            s = None if head is None else head.start(h[:, 0])
+            for k in range(n):
+                logits = base[:, k]
+                if head is not None:
+                    correction, s = head.step(h[:, k], tokens[-1], s, self.used)
+                    logits = logits + correction
+                token, q = choose(logits)
+                tokens.append(token)
+                distributions.append(q)
         tokens = torch.stack(tokens, dim=1)
         confidence = self.confidence(h, tokens[:, :-1])
-        q = None if distributions[0] is None else torch.stack(distributions, dim=1)
+        q = torch.stack(distributions, dim=1) if distributions and distributions[0] is not None else None
         return Proposal(tokens[:, 1:], q, None if confidence is None else confidence.sigmoid())

@@ -104,7 +104,7 @@ def generate(
         on_token: called as on_token(row, token) for every new token.
         step: of this model and as many rows: prompt and new tokens fill its places instead of a cache, and decoding is
             `step.capture`d if it was before. One generation at a time. Tokens are chosen on the device, unless top_k or
-            top_p need all logits; those drawn of a seed are others than without a step. With a drafter made as
+            top_p need all logits; those drawn of a seed are others than without a step. For a drafter make it as
             DecodeStep(..., tokens=1 + drafts of a round, taps=drafter.config).
 
     Raises:
@@ -169,8 +169,10 @@ def stream(
         speculation = Speculation(model, drafting, len(rows), temperature, top_k, top_p, generator)
     if step is not None:
         needed = [len(prompt) + count for prompt, count in zip(rows, most, strict=True)]
-        stepping = Stepping(step, model, needed, drafting and drafting.drafter, speculation.width if drafting else 0)
-        seeds = torch.randint(2**63 - 1, (len(rows),), generator=generator, device=model.device)
+        if top_k is None and top_p is None:
+            seeds = torch.randint(2**63 - 1, (len(rows),), generator=generator, device=model.device)
+        drafts = (drafting.drafter, speculation.width) if drafting else ()
+        stepping = Stepping(step, model, needed, temperature, seeds, *drafts)
 
     stats = Stats(prompt_tokens=sum(map(len, rows)), drafting=speculation and speculation.stats)
     result = Generation([[] for _ in rows], [None] * len(rows), stats)
@@ -195,7 +197,7 @@ def stream(
                 chosen = torch.tensor([tokens[-1] if tokens else 0 for tokens in new], device=model.device)
             else:
                 if stepping is not None and not is_prefill:
-                    chosen = _step(stepping, chosen, running, seeds, temperature, top_k, top_p, generator)
+                    chosen = _step(stepping, chosen, running, temperature, top_k, top_p, generator)
                 else:
                     if is_prefill:
                         read = stepping or model if speculation is None else speculation.read
@@ -289,7 +291,6 @@ def _step(
     stepping: Stepping,
     tokens: Int[Tensor, " B"],
     running: list[bool],
-    seeds: Int[Tensor, " B"],
     temperature: Real,
     top_k: Real | None,
     top_p: Real | None,
@@ -298,8 +299,8 @@ def _step(
     """The next token of every row after one more token a row, as `_choose`; on the device, if that can choose."""
     ids = tokens.clamp(min=0)[:, None]  # rows that have ended may bear no id
     output = stepping.append(ids, [int(is_running) for is_running in running])
-    if top_k is None and top_p is None:
-        return stepping.step.next_tokens(temperature, seeds)[:, 0]
+    if stepping.seeds is not None:
+        return stepping.tokens()[:, 0]
     return _choose(output.logits[:, -1], temperature, top_k, top_p, generator)
 
 

@@ -12,6 +12,11 @@ The text has the distribution that it has without a drafter. At temperature 0 it
 w + 1 tokens and a pass over one give the same logits: in float32 they differ by about 1e-6 relative, in bfloat16 by
 about 1e-2, so that there a token may differ where the two best logits are closer than that.
 
+On a `DecodeStep`, without top_k and top_p, that holds at any temperature: a token is drawn there from numbers that its
+row's seed and its position give (see `fused.choose`), so that the target's tokens do not depend on the drafts at all.
+The drafter draws from the same numbers, and a draft stands if both came to the same token. A step reads all of its
+tokens always: a schedule, which checks fewer, saves nothing there.
+
 **Schedules.** With confidences c_j, a drafted token survives with probability a_j, and a longer check costs more:
 
 $$ a_j = \prod_{i \le j} c_i, \qquad \Theta = \frac{R + \sum a_j}{\mathrm{seconds}(\text{rows of the pass})} $$
@@ -196,7 +201,7 @@ class Speculation:
         """
         start = time.perf_counter()
         limits = [min(self.width, max(tokens - 1, 0)) for tokens in room]
-        drafts, q, widths = self._draft(anchors, limits)
+        drafts, q, widths = self._draft(cache, anchors, limits)
         mid = time.perf_counter()
 
         n = max(widths)
@@ -212,13 +217,13 @@ class Speculation:
             else:
                 output = self.model(block, cache=cache, attention_mask=mask)
         limit = torch.tensor(widths, device=anchors.device)
-        if self.is_greedy:
-            if isinstance(cache, Stepping):
-                best = cache.step.next_tokens()[:, : n + 1]
-            else:
-                largest, best = output.logits.max(dim=-1)
-                best = torch.where(largest.isfinite(), best, NOT_FINITE)
+        if isinstance(cache, Stepping) and cache.seeds is not None:
+            best = cache.tokens()[:, : n + 1]  # drawn, whatever the drafts are
             sound = best != NOT_FINITE
+            accepted, token = accept_greedy(best, drafts, limit)
+        elif self.is_greedy:
+            largest, best = output.logits.max(dim=-1)
+            sound = largest.isfinite()
             accepted, token = accept_greedy(best, drafts, limit)
         else:
             p, sound = self.vocabulary.distribution(output.logits, *self.sampling)
@@ -240,12 +245,14 @@ class Speculation:
         self.stats.verify_seconds += time.perf_counter() - mid
         return new
 
-    def _draft(self, anchors: Tensor, limits: list[int]) -> tuple[Tensor, Tensor | None, list[int]]:
+    def _draft(self, cache: Any, anchors: Tensor, limits: list[int]) -> tuple[Tensor, Tensor | None, list[int]]:
         """Drafts, their distributions, and how many of each row's to check."""
         n = max(limits)
         if n == 0:
             return anchors[:, None][:, :0], None, limits
-        tokens, q, confidence = self.drafter.propose(self.context, anchors, n, self._choose)
+        on_device = isinstance(cache, Stepping) and cache.seeds is not None
+        choose = cache.choice(self.drafting.greedy) if on_device else self._choose
+        tokens, q, confidence = self.drafter.propose(self.context, anchors, n, choose)
         self.stats.proposed += sum(limits)
         running = [row for row, limit in enumerate(limits) if limit]
         if self.drafting.schedule is None:

@@ -4,17 +4,22 @@ Prompts are read by a call with the arguments of `Inkling.forward`; `append` dec
 `Cache`: here a length is a number on the host, and the next step learns from it how many tokens do not count.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
+from numbers import Real
 from typing import Any
 
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
 from .decode_step import DecodeStep
+from .dspark import MarkovHead
 from .errors import InputError
+from .fused import choose
 from .model import Inkling
 
 
@@ -29,13 +34,48 @@ class StepOutput:
         return self.model.llm.logits(self.hidden)
 
 
+@dataclass
+class Choice:
+    """Chooses drafts, for `Drafter.propose`, by the numbers by which the target chooses a token at the same place.
+
+    If the drafter is certain of what the target is certain of, and wavers as it does, both choose the same.
+    """
+
+    temperature: float
+    seeds: Int[Tensor, " B"]
+    position: Int[Tensor, " B"]  # of the token before
+    draft_rnn: Callable
+
+    def __call__(self, logits: Float[Tensor, "B V"]) -> tuple[Int[Tensor, " B"], None]:
+        self.position = self.position + 1
+        return choose(logits, self.temperature, self.seeds, self.position), None
+
+    def rnn(
+        self, head: MarkovHead, h: Float[Tensor, "B n D"], base: Float[Tensor, "B n V"], anchors: Int[Tensor, " B"]
+    ) -> Int[Tensor, "B n"]:
+        """All drafts of an rnn head."""
+        positions = self.position[:, None] + torch.arange(1, h.shape[1] + 1, device=h.device)
+        return self.draft_rnn(head, h, base, anchors, self.temperature, self.seeds, positions)
+
+
 class Stepping:
     """One generation on a step."""
 
     def __init__(
-        self, step: DecodeStep, model: Inkling, needed: Sequence[int], drafter: Any = None, drafts: int = 0
+        self,
+        step: DecodeStep,
+        model: Inkling,
+        needed: Sequence[int],
+        temperature: Real,
+        seeds: Int[Tensor, " B"] | None,
+        drafter: Any = None,
+        drafts: int = 0,
     ) -> None:
-        """`needed`: positions that each row may reach; `drafts`: of the drafter, how many a pass checks.
+        """
+        Args:
+            needed: positions that each row may reach.
+            seeds: with them, tokens are chosen on the device; None: by whoever asks for the logits.
+            drafts: of the drafter, how many a pass checks.
 
         Raises:
             InputError: for a step of another model or number of rows, without the drafter's taps, with too few
@@ -55,7 +95,7 @@ class Stepping:
                 f"step: {step.capacity} positions, expected {max(needed) - 2 + step.tokens} for these prompts, "
                 "max_new_tokens and the tokens of a step"
             )
-        self.model, self.step = model, step
+        self.model, self.step, self.temperature, self.seeds = model, step, float(temperature), seeds
 
     def begin(self) -> "Stepping":
         """Forget what the step held."""
@@ -84,6 +124,15 @@ class Stepping:
         hidden = step(block, rejected, [count > 0 for count in counts])
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
         return StepOutput(self.model, hidden[:, :n])
+
+    def tokens(self) -> Int[Tensor, "B T"]:
+        """The token after each of the newest step's: see `DecodeStep.next_tokens`."""
+        return self.step.next_tokens(self.temperature, self.seeds)
+
+    def choice(self, is_greedy: bool) -> "Choice":
+        """How drafts of the next round are chosen."""
+        position = torch.tensor(self.lengths, device=self.seeds.device)
+        return Choice(0.0 if is_greedy else self.temperature, self.seeds, position, self.step.ops.draft_rnn)
 
     def crop(self, lengths: Sequence[int]) -> None:
         """Forget positions of the newest step."""

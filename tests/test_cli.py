@@ -151,6 +151,14 @@ def test_drafting_gives_the_same_answer_and_a_report(capsys, drafting_folder):
     assert re.search(rf"^{report}\Z", err, re.MULTILINE)
 
 
+def test_fixed_addresses_give_the_same_answer(capsys, drafting_folder, picture):
+    arguments = ["ask", "hello", "--image", picture, "--checkpoint", drafting_folder, "--max-new-tokens", 12]
+    expected = run(capsys, *arguments)[:2]
+    assert expected[0] == 0
+    for options in (["--graph"], ["--graph", "--draft"]):
+        assert run(capsys, *arguments, *options)[:2] == expected
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -217,3 +217,10 @@ def test_refuses_what_does_not_fit(model):
         DecodeStep(model, 2, 20, tokens=4).take(model.new_cache(2, rollback=0))
     with pytest.raises(InputError, match="made for 2 rows, the cache has 3"):
         step.take(model.new_cache(3))
+    step.reset()
+    with pytest.raises(InputError, match=r"ids \(3, 5\), expected 2 rows of tokens"):
+        step.prefill(random_ids(3, 5))
+    with pytest.raises(InputError, match="13 positions, expected room for 0 and 14 more"):
+        step.prefill(random_ids(2, 14))
+    with pytest.raises(InputError, match=r"attention_mask torch.int64 \(2, 5\), expected bools"), unchecked():
+        step.prefill(random_ids(2, 5), torch.ones(2, 5, dtype=torch.int64))

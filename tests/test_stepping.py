@@ -104,10 +104,42 @@ def test_the_drafter_sees_the_same_taps(model, name):
 
 
 @unchecked()
-def test_drafts_and_a_temperature(model):
+@pytest.mark.parametrize("name", ["inkling", "gated", "no_head"])
+def test_drafts_change_nothing_that_is_drawn_on_the_device(model, name):
+    drafter = make(model, **OPTIONS[name])
+    alone, step = step_of(model), step_of(model, tokens=GAMMA + 1, taps=drafter.config)
+    for seed in (1, 2):
+        expected = generate(model, LONG, 17, 0.9, seed=seed, step=alone).tokens
+        for drafting in (drafter, Drafting(drafter, greedy=True), Drafting(drafter, 3, schedule=Threshold(0.5))):
+            result = generate(model, LONG, 17, 0.9, seed=seed, drafter=drafting, step=step)
+            assert result.tokens == expected
+
+
+@unchecked()
+def test_the_drafter_draws_from_the_numbers_of_the_target(model):
+    """One that knows the target's logits drafts what the target draws: not one draft is refused."""
+
+    class Knowing(Drafter):
+        def propose(self, context, anchors, n, choose):
+            proposal, tokens = super().propose(context, anchors, n, lambda logits: (logits.argmax(-1), None)), []
+            for _ in range(n):
+                read = torch.tensor([self.text[: context.lengths[0] + 1] + tokens])
+                tokens += choose(model(read).logits[:, -1])[0].tolist()
+            return proposal._replace(tokens=torch.tensor([tokens]))
+
+    drafter, prompt = make(model, Knowing), LONG[0]
+    step = step_of(model, 1, tokens=GAMMA + 1, taps=drafter.config)
+    drafter.text = prompt + generate(model, prompt, 21, 1.3, seed=4, step=step_of(model, 1)).tokens[0]
+    result = generate(model, prompt, 21, 1.3, seed=4, drafter=drafter, step=step)
+    assert prompt + result.tokens[0] == drafter.text
+    assert result.stats.drafting.accepted == result.stats.drafting.checked == [4] * GAMMA
+
+
+@unchecked()
+def test_top_p_and_drafts(model):
     drafter = make(model)
     step = step_of(model, tokens=GAMMA + 1, taps=drafter.config)
-    drawn = [generate(model, LONG, 9, 0.9, seed=s, drafter=drafter, step=step).tokens for s in (1, 1, 2)]
+    drawn = [generate(model, LONG, 9, 0.9, top_p=0.8, seed=s, drafter=drafter, step=step).tokens for s in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
 
 

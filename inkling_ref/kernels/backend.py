@@ -10,6 +10,7 @@ from ..errors import InputError
 from . import INTERPRETED
 from .attention import attend
 from .decode import attend_cache
+from .dspark import draft_rnn
 from .embedding import embed_and_norm
 from .experts import experts
 from .head import sample_head
@@ -60,4 +61,5 @@ def triton_step_backend() -> StepBackend:
         attend_cache=attend_cache,
         join_and_mix=join_and_mix,
         sample_head=sample_head,
+        draft_rnn=draft_rnn,
     )
