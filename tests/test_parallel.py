@@ -209,6 +209,12 @@ def test_of_ranks_that_wait_for_each_other_the_one_that_waits_for_none_is_late(m
         assert watch._look() is None
         watch.silent[1] = watch.patience
         assert watch._look() == "rank 1 is gone without a message: killed (out of memory?), or stuck"
+        watch.timeout, watch.silent[1], watch.asked = 100, 0, watch.words[0].number
+        assert (watch._look(), watch._asked()) == (None, None)  # some rank has not been asked: it may be the cause
+        for rank in (1, 2, 3):
+            store.set(f"rank {rank}", launching._Words(3, True, entered[rank]).encode())
+        assert watch._look() is None
+        assert watch._asked() == "all ranks were asked to end (SIGTERM)"
         store.set("failed", "rank 2: no luck")
         assert watch._look() == "rank 2: no luck"
     finally:

@@ -151,19 +151,24 @@ class _Watch(threading.Thread):
         self.late: dict[int, tuple[dict, float]] = {}  # rank that others wait for: what it had entered, since when
         self.patience = _SILENT
         self.asked: int | None = None  # by SIGTERM to end: the number of our word then
-        self.ear, mouth = os.pipe()
-        os.set_blocking(mouth, False)
+        self.ear, self.mouth = os.pipe()
+        os.set_blocking(self.mouth, False)
         # torchrun ends the others when one rank ends. They shall say why, and a main thread that waits in a collective
         # would not hear a signal.
-        self.before = signal.signal(signal.SIGTERM, lambda *_: None)
-        signal.set_wakeup_fd(mouth, warn_on_full_buffer=False)
+        self.before = signal.signal(signal.SIGTERM, lambda *_: None) or signal.SIG_DFL
+        signal.set_wakeup_fd(self.mouth, warn_on_full_buffer=False)
 
     def stop(self) -> None:
         """All is well."""
         self.stopped.set()
-        faulthandler.cancel_dump_traceback_later()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, self.before)
+        if self.is_alive():
+            os.write(self.mouth, b"0")  # any byte ends its wait
+            self.join()
+        faulthandler.cancel_dump_traceback_later()
+        os.close(self.ear)
+        os.close(self.mouth)
 
     def run(self) -> None:
         while not self.stopped.is_set():
@@ -227,7 +232,7 @@ class _Watch(threading.Thread):
 
     def _asked(self) -> str | None:
         others = [words for rank, words in enumerate(self.words) if rank not in (self.rank, *self._gone())]
-        if all(words.was_asked for words in others):
+        if all(words.was_asked or not words.number for words in others):  # one that has told nothing yet cannot say so
             return "all ranks were asked to end (SIGTERM)"
         patient = self.words[self.rank].number < self.asked + 1.5 * _SUSPECT
         return None if patient else f"rank {self.rank} was asked to end (SIGTERM)"
@@ -255,7 +260,7 @@ class _Watch(threading.Thread):
             first = self.store.compare_set(_KEY, "", message).decode()
             message, status = first, status if first == message else 1
             # The store may live in rank 0: it lets the others read the message, but does not wait long for dead ones.
-            looks = 20
+            self.patience, looks = _SUSPECT // 2, 20
             self.store.add(_SEEN, 1)
             while self.rank == 0 and looks and self.store.add(_SEEN, 0) < self.size - len(self._gone()):
                 time.sleep(_PERIOD)
