@@ -7,6 +7,7 @@ time too short: waiting for the slowest rank, traffic that disturbs computation,
 """
 
 import json
+import re
 import resource
 import sys
 import time
@@ -138,10 +139,9 @@ def main(
             "torch": torch.__version__,
             "dtype": str(dtype).removeprefix("torch."),
             "prompt tokens of each row": [len(row) for row in tokens],
+            **({} if prompt is None or only_rank is not None else {"answer": tokenizer.decode(ranks[0]["tokens"][0])}),
             "ranks": ranks,
         }
-        if prompt is not None and only_rank is None:
-            report["answer"] = tokenizer.decode(ranks[0]["tokens"][0])
         if trace:  # the report then opens in Perfetto, or chrome://tracing
             report["traceEvents"] = [event for rank in ranks for event in rank.pop("events")]
         if only_rank is not None:
@@ -152,8 +152,14 @@ def main(
                 count["modelled seconds"] = link.seconds(count["calls"], count["sent"])
         if mesh.rank == 0 or only_rank is not None:
             with whole_file(out) as partial:
-                partial.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+                partial.write_text(_text(report), encoding="utf-8")
     return report
+
+
+def _text(report: dict[str, Any]) -> str:
+    """JSON for people too: a list of numbers is one line."""
+    lines = json.dumps(report, indent=1) + "\n"
+    return re.sub(r"\[\n[^][{}\"]*\]", lambda found: f"[{' '.join(found[0][1:-1].split())}]", lines)
 
 
 def summary(report: dict[str, Any]) -> list[str]:
