@@ -23,7 +23,7 @@ from parallel_worker import picture_config, start
 from parallel_worker import text_config as config
 from test_parallel import CUT, EIGHT, SEND, succeed
 
-from inkling_ref import InputError, checkpoint, save_drafter
+from inkling_ref import Drafting, InputError, checkpoint, save_drafter
 from inkling_ref.cli import main
 from inkling_ref.config import FULL, SLIDING, InklingConfig
 from inkling_ref.draft_config import DSparkConfig
@@ -177,6 +177,13 @@ def part(tp: int, **sizes):
 def test_heads_that_the_ranks_cannot_share_are_refused(tp, sizes, message):
     with pytest.raises(InputError, match=message):
         part(tp, **sizes)
+
+
+def test_a_whole_drafter_is_refused():
+    model = parallelize(random_model(EIGHT), Mesh.stand_in(Plan(2), 1))
+    for drafter in (random_drafter(model), Drafting(random_drafter(model))):
+        with pytest.raises(InputError, match="drafter: whole, expected a rank's part"):
+            generate(model, [[1, 2, 3]], drafter=drafter)
 
 
 def test_a_part_is_neither_cut_again_nor_saved_for_the_whole(tmp_path):

@@ -17,8 +17,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from .. import generation
+from ..dspark import Drafter
+from ..errors import InputError
 from ..model import Inkling
-from ..sampling import Vocabulary
+from ..sampling import WHOLE, Vocabulary
 from .layers import ShardedHead
 
 
@@ -26,13 +28,18 @@ def generate(model: Inkling, input_ids: Any, **options: Any) -> generation.Gener
     """`inkling_ref.generate` for a model of `parallelize`; input_ids None: this dp group has no prompts.
 
     Greedy, top_k and top_p choose as the single process does. With temperature alone the distribution is the same,
-    and the tokens of a seed are others. A drafter is one of `drafter.adopt`.
+    and the tokens of a seed are others. A `Drafter` is one of `drafter.adopt`.
+
+    Raises:
+        InputError: also for a whole drafter.
     """
+    drafter = options.get("drafter")
+    if isinstance(inner := getattr(drafter, "drafter", drafter), Drafter) and not hasattr(inner, "share"):
+        raise InputError("drafter: whole, expected a rank's part, from parallel.drafter's load_drafter or adopt")
     result = None
     if input_ids is not None:
         seed = _common_seed(model, options.pop("seed", None))
         wanted = tuple(options.get(name) for name in ("temperature", "top_k", "top_p"))
-        drafter = options.get("drafter")
         with _sampling(model, wanted, seed, drafter is not None):
             result = generation.generate(model, input_ids, seed=seed, **options)
     finish(model)
@@ -54,7 +61,7 @@ def _sampling(model: Inkling, wanted: tuple, seed: int, has_drafter: bool) -> It
     temperature, top_k, top_p = wanted
     head.sampling = (temperature or 0.0, top_k, top_p)
     noise = torch.Generator(device=model.device).manual_seed((seed + 7919 * (model.mesh.rank + 1)) % 2**63)
-    model.vocabulary = Vocabulary()
+    model.vocabulary = WHOLE
     if not has_drafter:
         head.noise = noise
     elif temperature and top_k is None and top_p in (None, 1) and head.tp.size > 1:  # the rest has few candidates
