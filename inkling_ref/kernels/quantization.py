@@ -116,7 +116,7 @@ def _e4m3_bits(x):
 # Eight values of a row of codes, v / 64, as one word. As E4M3 a value has its sign at bit 7 and its code at bits 4..2.
 _WORD = tl.constexpr("""{
 .reg .b16 low, high;
-.reg .b32 even, odd, part;
+.reg .b32 even, odd, part, word;
 cvt.rn.satfinite.e4m3x2.f32 low, $3, $1;
 cvt.rn.satfinite.e4m3x2.f32 high, $7, $5;
 mov.b32 even, {low, high};
@@ -124,37 +124,42 @@ cvt.rn.satfinite.e4m3x2.f32 low, $4, $2;
 cvt.rn.satfinite.e4m3x2.f32 high, $8, $6;
 mov.b32 odd, {low, high};
 shr.u32 part, even, 2;
-and.b32 $0, part, 0x07070707;
+and.b32 word, part, 0x07070707;
 shr.u32 part, even, 4;
 and.b32 part, part, 0x08080808;
-or.b32 $0, $0, part;
+or.b32 word, word, part;
 shl.b32 part, odd, 2;
 and.b32 part, part, 0x70707070;
-or.b32 $0, $0, part;
+or.b32 word, word, part;
 and.b32 part, odd, 0x80808080;
-or.b32 $0, $0, part;
+or.b32 $0, word, part;
 }""")
+
+
+@triton.jit
+@no_type_check
+def _code(v):
+    bits = (v * 2.0**-120).to(tl.int32, bitcast=True)
+    return (bits >> 22 & 7) | (bits >> 28 & 8)
 
 
 @triton.jit
 @no_type_check
 def _word(v, ASSEMBLY: tl.constexpr):
     """The codes of v [blocks, 8], E2M1 values / 64, as words [blocks]: the first one in the low bits."""
+    a, e = _halves(v)
+    a, c = _halves(a)
+    e, g = _halves(e)
+    a, b = _halves(a)
+    c, d = _halves(c)
+    e, f = _halves(e)
+    g, h = _halves(g)
     if ASSEMBLY:
-        a, e = _halves(v)
-        a, c = _halves(a)
-        e, g = _halves(e)
-        a, b = _halves(a)
-        c, d = _halves(c)
-        e, f = _halves(e)
-        g, h = _halves(g)
-        word = tl.inline_asm_elementwise(_WORD, "=&r,f,f,f,f,f,f,f,f", [a, b, c, d, e, f, g, h], tl.int32, True, 1)
-        word = tl.reshape(word, [v.shape[0]])
+        word = tl.inline_asm_elementwise(_WORD, "=r,f,f,f,f,f,f,f,f", [a, b, c, d, e, f, g, h], tl.int32, True, 1)
     else:
-        bits = (v * 2.0**-120).to(tl.int32, bitcast=True)
-        codes = (bits >> 22 & 7) | (bits >> 28 & 8)
-        word = tl.sum(codes << 4 * tl.arange(0, 8)[None, :], 1)
-    return word
+        low = _code(a) | _code(b) << 4 | _code(c) << 8 | _code(d) << 12
+        word = low | _code(e) << 16 | _code(f) << 20 | _code(g) << 24 | _code(h) << 28
+    return tl.reshape(word, [v.shape[0]])
 
 
 # ---------------------------------------------------------------- NVFP4
@@ -366,7 +371,7 @@ def nvfp4_encode(
     scales = torch.empty(E, N, K // GROUP[NVFP4], dtype=torch.uint8, device=w.device)
     blocks = scales[0].numel()
     _nvfp4[(triton.cdiv(blocks, LANES * TILES), E)](
-        w.contiguous(), codes.view(torch.int32), scales, amax.contiguous(), denominator, blocks, LANES=LANES,
+        _aligned(w), codes.view(torch.int32), scales, amax.contiguous(), denominator, blocks, LANES=LANES,
         TILES=TILES, ASSEMBLY=_converts(w.device), num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
     return codes, scales.view(torch.float8_e4m3fn)
@@ -386,7 +391,7 @@ def nvfp4_quantize(
     amax = largest(w)
     for expert, most in enumerate(amax.tolist()):
         check_largest(most, limit, expert, name)
-    return *nvfp4_encode(w, amax, denominator), amax, torch.full((), denominator, device=w.device)
+    return *nvfp4_encode(w, amax, denominator), amax, torch.full((), denominator, dtype=torch.float32, device=w.device)
 
 
 def mxfp8_encode(w: Float[Tensor, "E N K"]) -> tuple[Float[Tensor, "E N K"], UInt8[Tensor, "E N blocks"]]:
@@ -456,6 +461,12 @@ def fake_mxfp8(x: Float[Tensor, "*rows K"]) -> Float[Tensor, "*rows K"]:
     if blocks:
         _fake_mxfp8[(triton.cdiv(blocks, lanes),)](x, out, blocks, LANES=lanes, enable_fp_fusion=False)
     return out
+
+
+def _aligned(w: Tensor) -> Tensor:
+    """w in one piece, from an address that suits loads of two bfloat16 and more."""
+    w = w.contiguous()
+    return w if w.data_ptr() % 16 == 0 else w.clone()
 
 
 def _converts(device: torch.device) -> bool:

@@ -36,19 +36,19 @@ def bench_quantization(bench: Bench) -> None:
         bench.arm(case, "compiled", torch.compile(function, dynamic=False), sets, exact, nbytes)
         bench.arm(case, "eager", function, sets, exact, nbytes)
 
-    for experts in (EXPERTS, 1):
+    for experts in (1, EXPERTS):
 
         def weights(experts: int = experts) -> Tensor:
             return normal(experts, 2 * I, D, scale=0.015)
 
         sets = sets_of(lambda: (w := weights(), maxima(w)))
         size, count = f"{experts} x {2 * I} x {D}", sets[0][0].numel()
-        encode, twin = quantization.nvfp4_encode, kernel.nvfp4_encode
-        arms(f"NVFP4 {size}, known maxima", encode, twin, sets, (2 + 9 / 16) * count)
+        encode, twin, nbytes = quantization.nvfp4_encode, kernel.nvfp4_encode, (2 + 9 / 16) * count
+        arms(f"NVFP4 {size}, known maxima", encode, twin, sets, nbytes)
         sets = [(w,) for w, _ in sets]
-        arms(f"NVFP4 {size}", whole(maxima, encode), whole(kernel.largest, twin), sets, (2 + 9 / 16) * count)
-        arms(f"maxima {size}", maxima, kernel.largest, sets, 2.0 * count)
-        arms(f"MXFP8 {size}", quantization.mxfp8_encode, kernel.mxfp8_encode, sets, (2 + 33 / 32) * count)
+        arms(f"NVFP4 {size}", whole(maxima, encode), whole(kernel.largest, twin), sets, nbytes)
+    arms(f"maxima {size}", maxima, kernel.largest, sets, 2.0 * count)
+    arms(f"MXFP8 {size}", quantization.mxfp8_encode, kernel.mxfp8_encode, sets, (2 + 33 / 32) * count)
 
     for rows, columns in ((TOKENS, D), (TOKENS * K_EXPERTS, I)):
         sets = sets_of(lambda: (normal(rows, columns),))  # noqa: B023
