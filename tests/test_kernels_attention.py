@@ -17,7 +17,7 @@ from inkling_ref.kernels import decode as decode_kernel
 pytestmark = needs_device
 
 
-SMALL = {"H": 2, "G": 1}  # the interpreter takes 50 ms a program
+SMALL = {"H": 2, "G": 1}  # the interpreter takes 50 ms a program: 3 key/value heads only where they matter
 
 # Below, at and above the tiles (16 and 64 rows; 64 and 128 keys), the window, the extent; sizes apart from powers of 2.
 ATTENTION = {
@@ -28,21 +28,21 @@ ATTENTION = {
     "sliding": ({"T": 41}, {"offsets": [0, 0], "window": 9}),
     "sliding, window above T": ({"T": 7, "X": 19, **SMALL}, {"offsets": [0, 0], "window": 19}),
     "sliding, window of one": ({"T": 5, "X": 1, **SMALL}, {"offsets": [0, 0], "window": 1}),
-    "window above extent": ({"T": 40}, {"offsets": [0, 0], "window": 12}),
-    "window below extent": ({"T": 40}, {"offsets": [0, 0], "window": 5}),
-    "chunk": ({"T": 37, "S": 120}, {"offsets": [83, 83]}),
-    "chunk, sliding": ({"T": 37, "S": 60}, {"offsets": [23, 23], "window": 9}),
+    "window above extent": ({"T": 40, **SMALL}, {"offsets": [0, 0], "window": 12}),
+    "window below extent": ({"T": 40, **SMALL}, {"offsets": [0, 0], "window": 5}),
+    "chunk": ({"T": 37, "S": 120, **SMALL}, {"offsets": [83, 83]}),
+    "chunk, sliding": ({"T": 37, "S": 60, **SMALL}, {"offsets": [23, 23], "window": 9}),
     "chunks of unequal rows": ({"T": 11, "S": 90}, {"offsets": [79, 30], "first_keys": [0, 3]}),
     "decode": ({"T": 1, "S": 301}, {"offsets": [300, 300]}),
-    "decode, extent of a tile": ({"T": 1, "S": 257, "X": 128}, {"offsets": [256, 256]}),
-    "decode, short": ({"T": 1, "S": 3}, {"offsets": [2, 2]}),
+    "decode, extent of a tile": ({"T": 1, "S": 257, "X": 128, **SMALL}, {"offsets": [256, 256]}),
+    "decode, short": ({"T": 1, "S": 3, **SMALL}, {"offsets": [2, 2]}),
     "decode, unequal rows": ({"T": 1, "S": 301}, {"offsets": [300, 4], "first_keys": [7, 0]}),
-    "decode, sliding": ({"T": 1, "S": 30}, {"offsets": [29, 20], "first_keys": [0, 18], "window": 9}),
-    "decode, no bias reaches the first splits": ({"T": 1, "S": 530, "X": 3}, {"offsets": [529, 529]}),
+    "decode, sliding": ({"T": 1, "S": 30, **SMALL}, {"offsets": [29, 20], "first_keys": [0, 18], "window": 9}),
+    "decode, no bias reaches the first splits": ({"T": 1, "S": 530, "X": 3, **SMALL}, {"offsets": [529, 529]}),
     "verify 2": ({"T": 2, "S": 200, **SMALL}, {"offsets": [198, 198]}),
     "verify 8": ({"T": 8, "S": 261, "X": 70, **SMALL}, {"offsets": [253, 253]}),
     "verify 8, unequal rows": ({"T": 8, "S": 261, **SMALL}, {"offsets": [253, 0]}),
-    "no key visible": ({"T": 3, "S": 20}, {"offsets": [17, 2], "first_keys": [0, 9]}),
+    "no key visible": ({"T": 3, "S": 20, **SMALL}, {"offsets": [17, 2], "first_keys": [0, 9]}),
     "released head": ({"T": 5, "H": 3, "G": 1, "d": 128, "R": 16, "S": 100, "X": 64}, {"offsets": [95, 95]}),
 }
 
@@ -83,14 +83,14 @@ def cache(tensors, lengths, window, page=None):
 
 CACHE = {  # sizes, lengths, window, slots of a page
     "one row": ({"B": 1, "T": 1, "S": 301}, [300], None, None),
-    "one slot used": ({"T": 1, "S": 70}, [0, 69], None, None),
-    "unequal rows": ({"B": 5, "T": 1, "S": 301}, [300, 17, 2, 133, 64], None, None),
+    "one slot used": ({"T": 1, "S": 70, **SMALL}, [0, 69], None, None),
+    "unequal rows": ({"B": 5, "T": 1, "S": 301, **SMALL}, [300, 17, 2, 133, 64], None, None),
     "unequal rows, sliding": ({"B": 3, "T": 2, "S": 150, **SMALL}, [148, 5, 70], 9, None),
     "pages": ({"B": 3, "T": 1, "S": 301}, [300, 63, 64], None, 64),
     "pages, a query on each side of an edge": ({"B": 3, "T": 4, "S": 260, **SMALL}, [126, 60, 256], None, 64),
     "pages, sliding": ({"B": 3, "T": 2, "S": 260, **SMALL}, [140, 61, 0], 9, 64),
-    "pages, window above extent": ({"B": 2, "T": 1, "S": 260}, [259, 100], 70, 64),
-    "pages of two steps": ({"B": 2, "T": 1, "S": 260}, [259, 130], None, 128),
+    "pages, window above extent": ({"B": 2, "T": 1, "S": 260, **SMALL}, [259, 100], 70, 64),
+    "pages of two steps": ({"B": 2, "T": 1, "S": 260, **SMALL}, [259, 130], None, 128),
     "rows not in use": ({"B": 4, "T": 3, "S": 100, **SMALL}, [-3, 97, -3, 20], None, 64),
     "no row in use": ({"B": 2, "T": 3, "S": 100, **SMALL}, [-3, -3], None, 64),
     "released head": ({"B": 2, "T": 5, "H": 3, "G": 1, "d": 128, "R": 16, "S": 300, "X": 64}, [295, 128], None, 64),
@@ -157,7 +157,7 @@ def test_attend_cache_names_what_it_cannot_do():
 
 def test_attend_reads_no_dead_slot():
     # Slots before a row's first key and past its last hold NaN; in the reference they would spoil the sums (0 NaN).
-    tensors = operands(T=2, S=140)
+    tensors = operands(T=2, S=140, **SMALL)
     offsets, first_keys = [138, 60], [0, 11]
     exact = attention.attend(**tensors, offsets=offsets, first_keys=first_keys)
     given = {name: placed(t, torch.float32) for name, t in tensors.items()}
@@ -181,7 +181,7 @@ def test_attend_reads_views_of_a_cache():
 
 def test_attend_follows_a_changed_profile():
     # P is kept transposed; a step of training, or a load, must not leave the old one in use.
-    tensors = {name: t.to(DEVICE, torch.float32) for name, t in operands(T=5).items()}
+    tensors = {name: t.to(DEVICE, torch.float32) for name, t in operands(T=5, **SMALL).items()}
     attention_kernel.attend(**tensors, offsets=[0, 0])
     tensors["profiles"].mul_(-2)
     actual = attention_kernel.attend(**tensors, offsets=[0, 0])
