@@ -51,7 +51,7 @@ class Ranks:
     processes: list
     files: list[Path]
 
-    def ended(self, timeout: float = 120) -> list[tuple[int | None, str]]:
+    def ended(self, timeout: float = 300) -> list[tuple[int | None, str]]:
         """Exit status (None: had to be stopped) and stderr of each."""
         end = time.monotonic() + timeout
         for process in self.processes:
@@ -413,7 +413,7 @@ def share_of(folder: Path, plan: Plan, rank: int) -> float:
 
 def fail(rank: int, failing: int, how: str, folder: Path) -> None:
     """One rank fails while it decodes, and notes when; the others wait for it in a collective."""
-    seconds = 5 if how == "hang" else 60
+    seconds = 15 if how == "hang" else 60  # enough for processes that start late on a busy machine
     sizes = {"hidden_size": 36, "num_attention_heads": 6, "num_key_value_heads": 6, "swa_num_key_value_heads": 6}
     plan = Plan(int(os.environ["WORLD_SIZE"]))  # of 2 or 3 ranks
     with torch.inference_mode(), world(plan, timeout=timedelta(seconds=seconds)) as mesh:

@@ -88,7 +88,7 @@ WORLDS = {
         nano("dp, sending", Plan(1, 3, **SEND), (0, 1, 1)),
     ],
     4: [
-        Case("tp", Plan(4), FOUR, EVERY),
+        Case("tp", Plan(4), FOUR),
         Case("sending, sequence", Plan(4, **SEND, **CUT), FOUR, ("forward", "decode", "greedy")),
         Case("tp x dp, sequence", Plan(2, 2, **CUT), FOUR, rows=(2, 1)),
         Case("tp x dp, ep x etp, sending", Plan(2, 2, ep=2, **SEND, **CUT), FOUR, ("forward", "greedy"), rows=(1, 2)),
@@ -230,7 +230,7 @@ def test_torchrun_tells_which_rank_has_failed(tmp_path):
         output = (tmp_path / f"{how}.txt").open("w")
         outputs.append((how, message, subprocess.Popen(line, stdout=output, stderr=output, env=environment)))
     for how, message, torchrun in outputs:
-        assert torchrun.wait(100) != 0
+        assert torchrun.wait(300) != 0
         output = tmp_path / f"{how}.txt"
         assert says(output.read_text(), message), output.read_text()
         assert output.stat().st_mtime - (tmp_path / how / "failing").stat().st_mtime < 30
@@ -263,7 +263,7 @@ def test_heads_that_ranks_cannot_share_are_refused_at_start(tmp_path):
 
 def command(*arguments, ranks: int = 2) -> subprocess.CompletedProcess:
     line = [*TORCHRUN, str(ranks), "-m", "inkling_ref.cli", "run", *map(str, arguments)]
-    return subprocess.run(line, capture_output=True, text=True, timeout=100)
+    return subprocess.run(line, capture_output=True, text=True, timeout=300)
 
 
 def test_run_under_torchrun_answers_as_one_process_and_reports_every_rank(tmp_path):
