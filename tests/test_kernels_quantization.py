@@ -23,7 +23,6 @@ from inkling_ref.measure.bench import harness
 from inkling_ref.measure.bench import quantization as bench
 
 E2M1_BOUNDS = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]  # between neighbouring codes
-ROOMY = 1536.0  # a denominator with which the block of the maximum has two scales: else they tie, and all is literal
 E4M3_BOUNDS = [1 + (2 * i + 1) / 16 for i in range(8)]  # of one binade
 gpu_only = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="no GPU")
 formats = pytest.mark.parametrize("quantisation", [reference.NVFP4, reference.MXFP8])
@@ -104,14 +103,14 @@ def test_nvfp4_next_to_the_bounds_of_codes():
     blocks[:, 0, 0] = amax = 1.1 * sizes
     for block in range(1, 48):
         target = (6.0, 4.0)[block % 2]
-        largest, outer = blocks[:, block, :1], torch.tensor(ROOMY)
+        largest, outer = blocks[:, block, :1], torch.tensor(reference.DENOMINATOR)
         blocks[:, block, 1:] = 0  # the first one decides about the scale
         _, scale = reference._nvfp4_round(blocks[:, block], amax[:, None], outer, target)
         unit = scale * (amax[:, None] / outer)
         bounds = torch.tensor([b for b in E2M1_BOUNDS if b < target])[torch.randint(0, 6, (15,)) % (6 - block % 2)]
         near = (unit * bounds).view(torch.int32) + torch.randint(-1, 2, (8, 15), dtype=torch.int32)
         blocks[:, block, 1:] = torch.minimum(near.view(torch.float32), largest)
-    assert_nvfp4(placed(blocks), ROOMY)
+    assert_nvfp4(placed(blocks))
 
 
 @needs_device
@@ -119,10 +118,10 @@ def test_nvfp4_scales_that_are_subnormal():
     """For the target 6 they are rounded down so far that a block's largest value, about 8, saturates."""
     w = torch.randn(3, 40, 16)
     w /= w.abs().amax(-1, keepdim=True)
-    w[:, 1:] *= 2.0**-17 * (1.2 + 0.25 * torch.rand(3, 39, 1))
-    _, scales = reference.nvfp4_encode(w, w.abs().amax((1, 2)), ROOMY)
+    w[:, 1:] *= 6 / 2688 * 2.0**-9 * (1.2 + 0.25 * torch.rand(3, 39, 1))
+    _, scales = reference.nvfp4_encode(w, w.abs().amax((1, 2)))
     assert (scales[:, 1:].float() * 2**9).aminmax().max == 2
-    assert_nvfp4(placed(w), ROOMY)
+    assert_nvfp4(placed(w))
 
 
 @needs_device
@@ -131,7 +130,7 @@ def test_nvfp4_where_six_and_four_are_almost_equally_good():
 
     def takes_four(x):
         w[:, 1:, 5] = x
-        return reference._four_over_six(w.view(1, -1, 16), ROOMY)[0][0, 1:, 0].abs().amax(-1) == 4
+        return reference._four_over_six(w.view(1, -1, 16), reference.DENOMINATOR)[0][0, 1:, 0].abs().amax(-1) == 4
 
     w = torch.randn(1, 600, 16)
     w[0, 0, 3] = 6.0  # the expert's maximum, whatever the others are
@@ -144,12 +143,12 @@ def test_nvfp4_where_six_and_four_are_almost_equally_good():
     assert (first != last).sum() > 50
     for x in (low, high):
         w[:, 1:, 5] = x
-        assert_nvfp4(placed(w.view(1, 40, 240)), ROOMY)
+        assert_nvfp4(placed(w.view(1, 40, 240)))
     # Each in an expert of its own, lest a tie elsewhere decides that it is done literally.
     turning = (1 + (first != last).nonzero().flatten())[:12]
     w[:, turning[::2], 5] = low[turning[::2] - 1]
     alone = torch.stack([w[0, [0, i]].flatten() for i in turning])[:, None]
-    assert_nvfp4(placed(alone), ROOMY)
+    assert_nvfp4(placed(alone))
 
 
 @needs_device

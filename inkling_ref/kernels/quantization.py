@@ -252,8 +252,8 @@ def _nvfp4(
         square6, square4 = six * six, four * four
         error6, error4 = error6 * square6, error4 * square4
         bound = tl.fma(square6 + square4, 2.0**-29, (error6 + error4) * 2.0**-16)
-        # Quotients above 7, which saturate, need a subnormal scale, or one of 448 for both targets: equal errors.
-        certain = (tl.abs(error6 - error4) > bound) & (ratio >= 0.015625)
+        # Equal scales, of 448, are a tie: 6 stays. Quotients reach 7, and saturate, with a scale that is rounded far.
+        certain = ((tl.abs(error6 - error4) > bound) | (six == four)) & (ratio >= 0.015625) & (ratio < 460)
         if ordinary & (tl.min((certain | ~inside).to(tl.int32), 0) == 1):
             take_four = error4 < error6
             v, w = tl.where(take_four[:, None], v4, v6), tl.where(take_four[:, None], w4, w6)
