@@ -32,7 +32,7 @@ those of one round, k a place among them, r the rank of its head.
 A component is a stem: `inkling_ref/short_conv.py`, `tests/test_short_conv.py` and so on. They import downwards only:
 errors, config, residual, then short_conv, quantization and vision, then attention and moe, then backends and cache,
 model, dspark, then fused, tensor_files and chat, checkpoint and decode_step, draft_files, sampling and stepping,
-speculative, generation, cli and notebook.
+speculative and draft_step, generation, cli and notebook.
 Names below load on first use, so that importing the package, or asking the command line for help, does not wait for
 torch.
 """
@@ -60,6 +60,7 @@ _HOME = {
     "Threshold": "speculative",
     "Throughput": "speculative",
     "DecodeStep": "decode_step",
+    "DraftStep": "draft_step",
     "generate": "generation",
     "stream": "generation",
     "Tokenizer": "chat",

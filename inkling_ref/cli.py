@@ -142,6 +142,7 @@ def ask(
         from .config import InklingConfig
         from .decode_step import DecodeStep
         from .draft_files import find, load_drafter
+        from .draft_step import DraftStep
         from .measure.cost import parameters
 
     # A wrong folder, picture or message is found before the weights are read.
@@ -164,6 +165,7 @@ def ask(
         step = DecodeStep(model, 1, longest + tokens, tokens, taps=taps)
         if device == "cuda":
             step.capture()
+        drafter = drafter and DraftStep(drafter, step)
     load_seconds = time.perf_counter() - start
     stream = generation.stream(
         model,

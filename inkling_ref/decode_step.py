@@ -17,6 +17,7 @@ the same operations (`prefill`): any number of tokens, for which lengths are rea
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -523,8 +524,8 @@ class DecodeStep:
         return ops.project([o], [attn.wo_ud.weight])[0]
 
 
-def captured(run: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """What `run` launches as a CUDA graph, and the place of its result."""
+def captured(run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """What `run` launches as a CUDA graph, and its result, whose tensors every replay writes."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):  # kernels are compiled, and what they derive from parameters is made

@@ -283,6 +283,14 @@ class DraftContext:
         ]
         self.lengths = [0] * batch_size
 
+    def starts(self, device: torch.device) -> Int[Tensor, "B 1"]:
+        """Where each row's next token stands."""
+        return torch.tensor(self.lengths, device=device)[:, None]
+
+    def stop(self, N: int) -> int:
+        """How many slots there are with N more tokens."""
+        return max(self.lengths) + N
+
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """All keys and values, the new ones after each row's length; they count once `lengths` does."""
         keys, values = self.layers[layer]
@@ -339,12 +347,15 @@ class Drafter(nn.Module):
 
     def append(self, context: DraftContext, taps: dict[int, Float[Tensor, "B T D"]], counts: list[int]) -> None:
         """The taps of each row's first counts[b] tokens join the context; those of the others are dropped."""
+        self.read(context, taps)
+        context.lengths = [n + c for n, c in zip(context.lengths, counts, strict=True)]
+
+    def read(self, context: DraftContext, taps: dict[int, Float[Tensor, "B T D"]]) -> None:
+        """Keys and values of tokens, after each row's length."""
         C = self.fuse(taps)
-        start = torch.tensor(context.lengths, device=C.device)[:, None]
-        positions = start + torch.arange(C.shape[1], device=C.device)
+        positions = context.starts(C.device) + torch.arange(C.shape[1], device=C.device)
         for i, layer in enumerate(self.layers):
             context.extend(i, *layer.self_attn.key_value(C, positions))
-        context.lengths = [n + c for n, c in zip(context.lengths, counts, strict=True)]
 
     def embed(self, tokens: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape D"]:
         llm = self.model.llm
@@ -393,10 +404,10 @@ class Drafter(nn.Module):
 
     def block(self, context: DraftContext, anchors: Int[Tensor, " B"]) -> Float[Tensor, "B gamma D"]:
         """h of every token that can be drafted after the anchors, which stand at the context's lengths."""
-        lengths, N, device = context.lengths, self.config.block_size, anchors.device
-        start = torch.tensor(lengths, device=device)[:, None]
+        N, device = self.config.block_size, anchors.device
+        start = context.starts(device)
         positions = start + torch.arange(N, device=device)
-        keys = torch.arange(max(lengths) + N, device=device)
+        keys = torch.arange(context.stop(N), device=device)
         distance = positions[:, :, None] - keys
         # A slot's key stands at its position, so the block's are the last that count; what lies beyond is stale.
         visible = (keys < start + N)[:, None].expand_as(distance)

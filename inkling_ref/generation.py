@@ -104,8 +104,9 @@ def generate(
         on_token: called as on_token(row, token) for every new token.
         step: of this model and as many rows: prompt and new tokens fill its places instead of a cache, and decoding is
             `step.capture`d if it was before. One generation at a time. Tokens are chosen on the device, unless top_k or
-            top_p need all logits; those drawn of a seed are others than without a step. For a drafter make it as
-            DecodeStep(..., tokens=1 + drafts of a round, taps=drafter.config).
+            top_p need all logits; those drawn of a seed are others than without a step. For a drafter (or a
+            `DraftStep`, which has fixed addresses too) make it as DecodeStep(..., tokens=1 + drafts of a round,
+            taps=drafter.config).
 
     Raises:
         InputError: naming the argument that cannot be used, or the position whose logits are not finite.

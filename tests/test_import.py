@@ -26,7 +26,7 @@ ORDER = [
     {"checkpoint", "decode_step"},
     {"draft_files"},
     {"sampling", "stepping"},
-    {"speculative"},
+    {"speculative", "draft_step"},
     {"generation"},
     {"cli", "notebook"},
 ]

@@ -104,11 +104,13 @@ def test_generation_on_a_graph(monkeypatch):
     model, rows = model_of(config=TINY), [random_ids(n, seed=n).tolist() for n in (7, 1, 23)]
     drafter = make(model).to(DEVICE)
     plain = ir.generate(random_model(), rows, 30).tokens
-    for T, drafting in ((1, {}), (GAMMA + 1, {"drafter": drafter})):
-        taps = drafter.config if drafting else None
+    for T, taps in ((1, None), (GAMMA + 1, drafter.config)):
         captured, eager = (DecodeStep(model, 3, 80, T, taps=taps) for _ in range(2))
         captured.capture()
+        ways = [(captured, None), (eager, None)]
+        if taps is not None:
+            ways = [(captured, ir.DraftStep(drafter, captured)), (captured, drafter), (eager, drafter)]
         for temperature in (0.0, 0.8, 0.0):
-            texts = [ir.generate(model, rows, 30, temperature, seed=1, step=s, **drafting) for s in (captured, eager)]
-            assert texts[0].tokens == texts[1].tokens
+            texts = [ir.generate(model, rows, 30, temperature, seed=1, drafter=d, step=s) for s, d in ways]
+            assert all(text.tokens == texts[0].tokens for text in texts)
         assert texts[0].tokens == plain

@@ -5,8 +5,12 @@ import torch
 from helpers import random_ids, random_model, unchecked
 from test_dspark import GAMMA, OPTIONS, PROMPTS, make, scripted
 from test_generation import image_prompt
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_leaves
 
-from inkling_ref import DecodeStep, Drafter, Drafting, InputError, Threshold, generate
+from inkling_ref import DecodeStep, Drafter, Drafting, DraftStep, InputError, Threshold, generate
+from inkling_ref import decode_step as decode_step_module
+from inkling_ref import draft_step as draft_step_module
 
 LONG = [*PROMPTS, random_ids(23, seed=5).tolist()]  # of 7, 1, 12 and 23 tokens: beyond the window of 8
 
@@ -90,16 +94,17 @@ class Recording(Drafter):
 
 
 @unchecked()
-@pytest.mark.parametrize("name", ["inkling", "before", "mixed", "embedding"])
+@pytest.mark.parametrize("name", ["inkling", "before", "mixed", "embedding", "windows"])
 def test_the_drafter_sees_the_same_taps(model, name):
     """Its drafts, which depend on them, are the same in every round; some rounds check fewer than they could."""
-    drafter = make(model, Recording, **OPTIONS[name])
-    drafting, runs = Drafting(drafter, num_tokens=GAMMA - 1, schedule=Threshold(0.5)), []
-    for step in (None, step_of(model, tokens=GAMMA, taps=drafter.config)):
+    drafter, runs = make(model, Recording, **OPTIONS[name]), []
+    step = step_of(model, tokens=GAMMA, taps=drafter.config)
+    for options in ({}, {"step": step}, {"step": step, "drafter": DraftStep(drafter, step)}):
+        drafting = Drafting(options.get("drafter", drafter), num_tokens=GAMMA - 1, schedule=Threshold(0.5))
         drafter.proposed = []
-        result = generate(model, LONG, 13, drafter=drafting, prefill_chunk=9, step=step)
+        result = generate(model, LONG, 13, prefill_chunk=9, **{**options, "drafter": drafting})
         runs.append((result.tokens, [tokens.tolist() for tokens in drafter.proposed]))
-    assert runs[0] == runs[1]
+    assert runs[0] == runs[1] == runs[2]
     assert len(drafter.proposed) > 4
 
 
@@ -172,6 +177,8 @@ def test_refuses_what_does_not_fit(model):
     step, drafter = step_of(model, 2, 16), make(model)
     prompts = [[1, 2, 3], [4, 5]]
     assert len(generate(model, prompts, 14, step=step).tokens[0]) == 14  # positions 0 to 15: the last token is not read
+    with pytest.raises(InputError, match=r"a step without this drafter's taps, expected taps=drafter.config"):
+        DraftStep(drafter, step)
     for options, message in (
         ({"model": random_model()}, "made for another model object"),
         ({"input_ids": [[1]]}, "made for 2 rows, expected 1 as there are prompts"),
@@ -184,3 +191,60 @@ def test_refuses_what_does_not_fit(model):
     ):
         with pytest.raises(InputError, match=message):
             generate(**{"model": model, "input_ids": prompts, "max_new_tokens": 9, "step": step, **options})
+
+
+# --- Graphs, on a CPU -----------------------------------------------------------------------------------------------
+
+
+class Traced:
+    """In place of a CUDA graph: the operations that `run` called, on the tensors that it called them with.
+
+    Numbers that the host puts in are frozen, as a graph freezes them. A step's own operations read lengths on the host
+    in the reference; they are called again.
+    """
+
+    def __init__(self, run):
+        self.step, self.result = getattr(run, "__self__", None), run()
+        self.taps = self.step and self.step.taps
+        self.run = run if self.step else make_fx(lambda: tree_leaves(run()))()
+
+    def replay(self):
+        with torch.inference_mode():
+            for place, new in zip(tree_leaves(self.result), tree_leaves(self.run()), strict=True):
+                if place is not None:
+                    place.copy_(new)
+            if self.step:
+                for id, new in self.step.taps.items():
+                    self.taps[id].copy_(new)
+
+
+def traced(run):
+    graph = Traced(run)
+    return graph, graph.result
+
+
+@unchecked()
+def test_graphs_give_the_same_texts(model, monkeypatch):
+    """Prompts and texts one after the other: lengths, seeds and anchors of later rounds must reach the graphs."""
+    for module in (decode_step_module, draft_step_module):
+        monkeypatch.setattr(module, "captured", traced)
+    drafter = make(model)
+    eager, captured = (step_of(model, 2, tokens=GAMMA + 1, taps=drafter.config) for _ in range(2))
+    captured.capture()
+    ways, drafted = [(drafter, eager), (DraftStep(make(model), captured), captured)], []
+    for way, _ in ways:
+        drafted.append([])
+
+        def propose(*args, inner=way.propose, kept=drafted[-1]):
+            proposal = inner(*args)
+            kept.append((proposal.tokens.tolist(), proposal.confidence.tolist()))
+            return proposal
+
+        way.propose = propose
+    for prompts in (LONG[:2], LONG[2:]):
+        texts = [generate(model, prompts, 8, 0.9, seed=len(prompts[0]), drafter=d, step=s).tokens for d, s in ways]
+        assert texts[0] == texts[1]
+    assert len(drafted[0]) == len(drafted[1]) > 4
+    for (tokens, confidence), expected in zip(drafted[1], drafted[0], strict=True):
+        assert tokens == expected[0]
+        torch.testing.assert_close(torch.tensor(confidence), torch.tensor(expected[1]))
