@@ -11,19 +11,21 @@ $$ r = \mathrm{RN}(1 / u), \qquad \rho \approx 1 / u - r, \qquad q = \mathrm{RN}
    q lies on the same side of every bound between two codes, or on it, as RN(x / u) does: before its last rounding it is
    wrong by less than 2^-46, and quotients that close to the middle between a bound (which has a short mantissa) and the
    next float need a u whose mantissa is 1 to 17 units from a short one. The tests go through these. So scales and codes
-   of both targets are those of the rule, and only the choice is open. The error of a target with scale s is, by the
-   rule, for amax a, denominator D, values v and e = 2^-24,
+   of both targets are those of the rule, and only the choice is open. By the rule, the error of a target with scale s
+   and values v is, with epsilon = 2^-24,
 
-$$ R = (s a / D)^2 \sum_i (v_i - q_i + \delta_i)^2 \, (1 + 8 e), \qquad |\delta_i| \le e (2 v_i + 3 q_i) \le 32 e $$
+$$ \mathrm{error} = (s \, \mathrm{amax} / \mathrm{denominator})^2 \sum_i (v_i - q_i + \delta_i)^2 \, (1 + 8 \epsilon),
+   \qquad |\delta_i| \le \epsilon (2 v_i + 3 q_i) \le 32 \epsilon $$
 
-   Computed is S, the sum without the deltas. By Cauchy-Schwarz
+   Computed is sigma, the sum without the deltas. By Cauchy-Schwarz
 
-$$ |R (D / a)^2 - s^2 S| \; \le \; s^2 (256 \, e \sqrt{S} + 28 \, e S) \; \le \; s^2 \, 2^{-16} (S + 1/2) $$
+$$ |\mathrm{error} \; (\mathrm{denominator} / \mathrm{amax})^2 - s^2 \sigma| \; \le \;
+   s^2 \epsilon \, (256 \sqrt{\sigma} + 28 \sigma) \; \le \; s^2 \, 2^{-16} (\sigma + 1/2) $$
 
    and targets whose errors are farther apart than both bounds are chosen between as by the rule.
 
-2. **Literally** otherwise: a near tie, a block too small for a normal scale, an expert of extreme size. One block in
-   some thousands is such, and takes the 31 others of its warp with it.
+2. **Literally** otherwise: a near tie, a block too small for a normal scale, an expert of extreme size. Of normal
+   weights one block in 3500 to 10000 is such, and takes the 31 others of its warp with it.
 
 Rounding to a grid of floats needs no table. The values of one exponent are multiples of a step; adding 1.5 * 2^23 steps
 and taking them away again rounds to one, ties to even.
