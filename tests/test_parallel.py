@@ -175,13 +175,13 @@ def says(stderr: str, message: str) -> bool:
     return any(line.startswith(f"error: {message}") for line in stderr.splitlines())
 
 
-def test_one_rank_that_fails_brings_all_down_with_its_message(tmp_path):
+def end_with_its_message(size: int, failures: list[tuple[str, int, str]], folder: Path, *device: str) -> None:
     worlds = []
-    for i, (how, failing, _) in enumerate(FAILURES):
-        folder = tmp_path / str(i)
-        folder.mkdir()
-        worlds.append((folder, launch(3, folder, fail, failing, how, folder)))
-    for (folder, ranks), (how, failing, message) in zip(worlds, FAILURES, strict=True):
+    for i, (how, failing, _) in enumerate(failures):
+        own = folder / str(i)
+        own.mkdir()
+        worlds.append((own, launch(size, own, fail, failing, how, own, *device)))
+    for (own, ranks), (how, failing, message) in zip(worlds, failures, strict=True):
         for rank, (status, stderr) in enumerate(ranks.ended()):
             assert status not in (0, None), (how, rank, stderr)
             assert "came to the end" not in stderr
@@ -189,7 +189,11 @@ def test_one_rank_that_fails_brings_all_down_with_its_message(tmp_path):
                 assert how == "kill" or "Timeout" in stderr, stderr  # and where it was stuck
             else:
                 assert says(stderr, message), (how, rank, stderr)
-            assert (folder / f"stderr-{rank}").stat().st_mtime - (folder / "failing").stat().st_mtime < 30, how
+            assert (own / f"stderr-{rank}").stat().st_mtime - (own / "failing").stat().st_mtime < 30, how
+
+
+def test_one_rank_that_fails_brings_all_down_with_its_message(tmp_path):
+    end_with_its_message(3, FAILURES, tmp_path)
 
 
 def test_of_ranks_that_wait_for_each_other_the_one_that_waits_for_none_is_late(monkeypatch):
