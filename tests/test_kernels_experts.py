@@ -307,6 +307,25 @@ def test_experts_quantise_activations(form):
     assert relative_rms(actual, moe.experts(*arguments)) > 5e-3
 
 
+def with_others(arguments):
+    """Arguments in which some ids are negative, and what is expected of them in float64."""
+    h, weights, ids, *rest = arguments
+    others = (torch.arange(ids.numel(), device=ids.device) % 3 != 1).view_as(ids)
+    others[1:][-1:] = True  # of several tokens the last has no expert here
+    exact = in_float64(h, weights.masked_fill(others, 0), ids, *rest)
+    return [h, weights, ids.masked_fill(others, -1), *rest], exact
+
+
+@needs_device
+@forms
+@pytest.mark.parametrize(("N", "k"), [(1, 3), (7, 2), (2, 4)], ids=str)
+def test_experts_of_other_ranks_add_nothing(form, N, k):
+    arguments, exact = with_others(problem(form, N, 5, 64, 32, k, torch.float32))
+    actual = kernel.experts(*arguments)
+    assert relative_rms(actual, exact) < 2e-6
+    assert (actual[1:][-1:] == 0).all()
+
+
 @needs_device
 def test_a_token_with_nan_spoils_only_itself():
     arguments = problem(NVFP4, 6, 4, 64, 32, 2, torch.float32)
@@ -321,7 +340,7 @@ def test_a_token_with_nan_spoils_only_itself():
 def test_a_very_large_call_is_several(monkeypatch):
     arguments, sizes, combine = problem(NVFP4, 23, 4, 64, 32, 2, torch.float32), [], kernel.combine
     whole = kernel.experts(*arguments)
-    monkeypatch.setattr(kernel, "combine", lambda part, out: sizes.append(part.numel()) or combine(part, out))
+    monkeypatch.setattr(kernel, "combine", lambda part, *rest: sizes.append(part.numel()) or combine(part, *rest))
     monkeypatch.setattr(kernel, "OFFSETS", 9 * 2 * (32 + 255) + 1)
     assert relative_rms(kernel.experts(*arguments), whole) < 1e-6
     assert sizes == [9 * 2 * 64, 9 * 2 * 64, 5 * 2 * 64]
@@ -384,6 +403,16 @@ def test_packed_quantises_activations(form, tokens):
     exact, plain = in_float64(*released, quantize), in_float64(*released)
     # Where sums differ in the last bit a code may flip, in the reference as here: far less than quantising does.
     assert relative_rms(kernel.experts(*packed, quantize), exact) < 0.7 * relative_rms(plain, exact)
+
+
+@hopper_only
+@pytest.mark.parametrize("tokens", [1, 9, 300])
+def test_packed_experts_of_other_ranks_add_nothing(tokens):
+    packed, released = packed_problem(NVFP4, (tokens, 5, 64, 96, 3, 5))
+    arguments, exact = with_others(released)
+    actual = kernel.experts(*packed[:2], arguments[2], *packed[3:])
+    assert relative_rms(actual, exact) <= bound(torch.bfloat16, moe.experts(*released), in_float64(*released))
+    assert (actual[1:][-1:] == 0).all()
 
 
 @hopper_only

@@ -68,8 +68,8 @@ def _plan(
     if (count > 0) | (expert == E - 1):
         counts = tl.zeros([PADDED_E], tl.int32)
         for start in range(0, P, BLOCK):
-            ids = tl.load(id_ptr + start + block, mask=start + block < P, other=PADDED_E - 1)
-            counts += tl.histogram(ids.to(tl.int32), PADDED_E)
+            ids = tl.load(id_ptr + start + block, mask=start + block < P, other=-1).to(tl.int32)
+            counts += tl.histogram(tl.where(ids < 0, PADDED_E - 1, ids), PADDED_E)
         first = tl.sum(tl.where(experts < expert, (counts + SLOTS - 1) // SLOTS, 0), 0)
         slots, done = slot_ptr + first * SLOTS, 0
         for start in range(0, P, BLOCK):
@@ -162,7 +162,7 @@ def _released_product(
 
 @triton.jit
 @no_type_check
-def _combine(part_ptr, out_ptr, D, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _combine(part_ptr, id_ptr, out_ptr, D, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -171,7 +171,9 @@ def _combine(part_ptr, out_ptr, D, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL
     mask = columns < D
     total = tl.zeros([BLOCK], tl.float32)
     for i in tl.static_range(TOP_K):
-        total += tl.load(part_ptr + (row * TOP_K + i) * D + columns, mask=mask, other=0.0)
+        pair = row * TOP_K + i
+        if tl.load(id_ptr + pair) >= 0:
+            total += tl.load(part_ptr + pair * D + columns, mask=mask, other=0.0)
     tl.store(out_ptr + row * D + columns, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -194,11 +196,13 @@ def plan(
     return expert, slot
 
 
-def combine(part: Float[Tensor, "pairs D"], out: Float[Tensor, "N D"], pdl: bool = False) -> Float[Tensor, "N D"]:
-    """`out`, filled with the sums of each token's k rows."""
+def combine(
+    part: Float[Tensor, "pairs D"], ids: Int[Tensor, "N k"], out: Float[Tensor, "N D"], pdl: bool = False
+) -> Float[Tensor, "N D"]:
+    """`out`, filled with the sums of each token's k rows; those of negative ids are not there."""
     (N, D), block = out.shape, 1024
     _combine[(triton.cdiv(D, block), N)](
-        part, out, D, TOP_K=len(part) // N, BLOCK=block, PDL=pdl, num_warps=4, launch_pdl=pdl
+        part, ids, out, D, TOP_K=ids.shape[1], BLOCK=block, PDL=pdl, num_warps=4, launch_pdl=pdl
     )
     return out
 
@@ -233,7 +237,7 @@ def _packed_few(
 
     a = run(x, w13, 32 * w13.weight.shape[1], x.dtype, True)
     a = a if quantize is None else quantize(a)
-    return combine(run(a, w2, D, torch.float32, False), torch.empty_like(x), pdl=True)
+    return combine(run(a, w2, D, torch.float32, False), ids, torch.empty_like(x), pdl=True)
 
 
 def _packed_many(
@@ -259,7 +263,7 @@ def _packed_many(
     if quantize is not None:
         a = in_core_order(quantize(in_natural_order(a, nvfp4)), nvfp4, columns)
     part = torch.empty(N * k, D, dtype=torch.float32, device=x.device)
-    return combine(run(a, w2, part, False), torch.empty_like(x))
+    return combine(run(a, w2, part, False), ids, torch.empty_like(x))
 
 
 def scale_words(matrix: ExpertMatrix) -> Tensor:
@@ -294,7 +298,7 @@ def _released(
 
     a = run(x, w13, w13.weight.shape[1] // 2, x.dtype, True)
     a = a if quantize is None else quantize(a)
-    return combine(run(a, w2, D, torch.float32, False), torch.empty_like(x))
+    return combine(run(a, w2, D, torch.float32, False), ids, torch.empty_like(x))
 
 
 @cache
@@ -340,7 +344,8 @@ def experts(
     """Twin of `moe.experts`: both matrices as released or dense, or both repacked (`packing.pack`).
 
     The rows between the products are rounded to h's dtype once, after SwiGLU; the sums over the experts never. That ids
-    are below E is not checked: it would wait for the device.
+    are below E is not checked: it would wait for the device. A negative id is an expert of another rank: it adds
+    nothing and costs nothing (`experts.skips_negative`; the reference has no such ids).
 
     Raises:
         InputError: see `expect`; one repacked matrix of two; repacked ones and not bfloat16 on Hopper.
@@ -363,3 +368,6 @@ def experts(
     run = (_packed_few if N <= FEW else _packed_many) if packed else _released
     rates = (2 / gate_cap, 2 / up_cap, gate_cap * up_cap / 4)
     return run(x, weights.float().contiguous(), ids.contiguous(), w13, w2, rates, quantize)
+
+
+experts.skips_negative = True
