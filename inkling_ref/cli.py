@@ -327,8 +327,8 @@ def bench(
     what: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[OP...]|dspark",
-            help="Groups of kernels (x lists them; default: all), or drafting.",
+            metavar="[OP...]|dspark|collectives",
+            help="Groups of kernels (x lists them; default: all), drafting, or (under torchrun) collectives.",
         ),
     ] = None,
     against: Annotated[
@@ -341,12 +341,16 @@ def bench(
             "flex_*: they have none); repeatable."
         ),
     ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the kernels' times to this file too.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the times to this file too; not dspark's.")
+    ] = None,
     seconds: Annotated[float | None, typer.Option(help="Of the kernels' whole run; default: 280.")] = None,
     checkpoint: Annotated[
         Path | None, typer.Option(help="Of dspark: its folder; default: the shipped nano.", show_default=False)
     ] = None,
-    device: Annotated[Literal["cpu", "cuda"] | None, typer.Option(help="Where dspark runs; default: cpu.")] = None,
+    device: Annotated[
+        Literal["cpu", "cuda"] | None, typer.Option(help="Where dspark or collectives run; default: cpu.")
+    ] = None,
     tasks: Annotated[str | None, typer.Option(help="Nano's, with commas between; default: with long answers.")] = None,
     examples: Annotated[int | None, typer.Option(help="Of each task; default: 16.")] = None,
     temperature: Annotated[list[float] | None, typer.Option(help="Repeatable; default: 0 and 1.")] = None,
@@ -357,23 +361,43 @@ def bench(
         bool, typer.Option("--same-text", help="Check instead that greedy answers are those of plain decoding.")
     ] = False,
 ) -> None:
-    """Kernels on a GPU beside their reference and peers, and limits; or (dspark) drafting beside plain decoding."""
+    """Kernels on a GPU beside their reference and peers, and limits; drafting beside plain decoding; or collectives."""
     kernels = {"--against": against, "--peer": peer, "--json": json_file, "--seconds": seconds}
     drafting = {
         "--checkpoint": checkpoint, "--device": device, "--tasks": tasks, "--examples": examples,
         "--temperature": temperature, "--find-layout": find_layout, "--same-text": same_text,
     }  # fmt: skip
-    dspark = what == ["dspark"]
-    for option, value in (kernels if dspark else drafting).items():
-        if value not in (None, False):
-            raise InputError(f"{option}: belongs to {'the kernels' if dspark else 'dspark'}, expected it there alone")
-    if dspark:
+    kinds = {"the kernels": kernels, "dspark": drafting, "collectives": {"--json": json_file, "--device": device}}
+    kind = what[0] if what in (["dspark"], ["collectives"]) else "the kernels"
+    for option, value in (kernels | drafting).items():
+        if value not in (None, False) and option not in kinds[kind]:
+            whose = " and ".join(other for other, options in kinds.items() if option in options)
+            raise InputError(f"{option}: belongs to {whose}, expected it there alone")
+    if kind == "collectives":
+        _bench_collectives(device or "cpu", json_file)
+    elif kind == "dspark":
         examples = 16 if examples is None else examples
         _bench_drafting(
             checkpoint or NANO, device or "cpu", tasks, examples, temperature or [], find_layout, same_text
         )  # fmt: skip
     else:
         _bench_kernels(what or [], against, peer or [], 280.0 if seconds is None else seconds, json_file)
+
+
+def _bench_collectives(device: str, json_file: Path | None) -> None:
+    with _importing():
+        import torch
+
+        from .parallel import calibrate
+        from .parallel.launch import rank_and_size
+
+    _dtype(device)  # says whether there is a GPU
+    if json_file is not None and rank_and_size()[0] == 0:
+        _check_file(json_file, "report")
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)  # ranks of one machine would fight for its cores
+    if report := calibrate.main(device, json_file):
+        print(calibrate.table(report))
 
 
 def _bench_kernels(

@@ -100,7 +100,9 @@ WRONG = {
     "seconds": (["--seconds", "0"], r"--seconds is 0\.0, expected more than 0"),
     "json": (["--json", "/no/such/file.json"], r"/no/such: not found, expected a folder for the report"),
     "dspark's": (["--tasks", "sum"], r"--tasks: belongs to dspark, expected it there alone"),
-    "kernels'": (["dspark", "--json", "x.json"], r"--json: belongs to the kernels, expected it there alone"),
+    "kernels'": (["dspark", "--json", "x.json"], r"--json: belongs to the kernels and collectives, .* alone"),
+    "neither's": (["collectives", "--seconds", "3"], r"--seconds: belongs to the kernels, expected it there alone"),
+    "one rank": (["collectives"], r"bench collectives: 1 process, expected 2 or more: torchrun --nproc-per-node 2"),
     "no gpu": (["residual"], r"bench: torch sees no GPU here, expected one"),
 }
 

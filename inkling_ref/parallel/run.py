@@ -121,7 +121,7 @@ def main(
         rows = split(len(tokens), plan.dp)[model.share.dp_index]
         prompts = [tokens[i] for i in rows] or None
         options = {"max_new_tokens": max_new_tokens, "prefill_chunk": prefill_chunk, "drafter": drafter, **pixels}
-        own = _measure(model, prompts, options, trace)
+        own = measure(model, prompts, options, trace)
         note = TOGETHER if only_rank is None else ALONE
         head = {"rank": mesh.rank, "note": note, "load_seconds": load_seconds}
         own = {**head, "bytes_read": sum(getattr(part, "bytes_read", 0) for part in (model, drafter)), **own}
@@ -206,7 +206,7 @@ def modelled(traffic: dict[str, dict[str, dict[str, int | float]]], link: Link) 
     }
 
 
-def _measure(model: Inkling, prompts: list[list[int]] | None, options: dict, trace: bool) -> dict[str, Any]:
+def measure(model: Inkling, prompts: list[list[int]] | None, options: dict, trace: bool) -> dict[str, Any]:
     """One generation: tokens, seconds, bytes and work of this rank."""
     traffic, drafter, caches = model.mesh.traffic, options["drafter"], []
 
@@ -257,7 +257,7 @@ def _measure(model: Inkling, prompts: list[list[int]] | None, options: dict, tra
         "passes cut by tokens": dict(model.current.cut_passes),
         "traffic": traffic.to_dict(),
         "local experts": [share.local_experts.start, share.local_experts.stop],
-        "pairs of tokens and experts, by layer": [layer.mlp.pairs for layer in model.llm.layers],
+        "pairs of tokens and experts, by layer": [int(layer.mlp.pairs) for layer in model.llm.layers],
         "share of the pairs it has seen": _seen_share(model),
         **({"events": events} if trace else {}),
     }
@@ -270,7 +270,7 @@ def _seen_share(model: Inkling) -> float | None:
     """
     moes = [layer.mlp for layer in model.llm.layers]
     seen = sum(moe.tokens for moe in moes) * model.config.text.num_experts_per_tok
-    return sum(moe.pairs for moe in moes) / seen if seen else None
+    return sum(int(moe.pairs) for moe in moes) / seen if seen else None
 
 
 def _events(model: Inkling) -> list[dict[str, Any]]:
