@@ -10,7 +10,7 @@ WORKERS ?= 2
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help run test test-browser test-gpu lint lab notebooks figures bench bench-gpu clean
+.PHONY: help run test test-browser test-gpu test-gpus lint lab notebooks figures bench bench-gpu clean
 .DEFAULT_GOAL := help
 
 help:     ## list these targets
@@ -30,6 +30,10 @@ test-browser: $(VENV)/installed-test  ## JupyterLab in a real browser (chromium)
 test-gpu: $(VENV)/installed-test  ## on an NVIDIA GPU: every kernel and whole models on them, bfloat16 too
 	@$(BIN)/python -c 'import torch; torch.cuda.is_available() or exit("test-gpu: torch sees no GPU here, expected one")'
 	$(BIN)/python -m pytest -n 12 tests/test_kernels_*.py
+
+test-gpus: $(VENV)/installed-test  ## on 2, 4 or 8 NVIDIA GPUs: worlds of them on NCCL give what one gives
+	@$(BIN)/python -c 'import torch; torch.cuda.device_count() > 1 or exit("test-gpus: expected two GPUs or more")'
+	$(BIN)/python -m pytest tests/test_parallel_gpu.py
 
 lint: $(VENV)/installed-test  ## ruff: rules and format; notebooks: normal form, sizes, outputs
 	$(BIN)/ruff check .

@@ -26,13 +26,14 @@ SLICE = TextConfig(
 
 
 def forms(size: int, tp: int) -> dict[str, Plan]:
-    """Every form of exchange, on tp x dp ranks."""
-    grid = (tp, size // tp)
+    """Every form of exchange, on tp x dp ranks; where experts are cut, tp ranks share one."""
+    dp = size // tp
+    grid = (tp, dp)
     return {
         "sums": Plan(*grid),
         "sending": Plan(*grid, **SEND),
-        "width": Plan(*grid, ep=1),
-        "width, sending": Plan(*grid, ep=1, **SEND),
+        "width": Plan(*grid, ep=dp),
+        "width, sending": Plan(*grid, ep=dp, **SEND),
         "sequence": Plan(*grid, **CUT),
         "sequence, sending": Plan(*grid, **SEND, **CUT),
         "dp": Plan(1, size),
