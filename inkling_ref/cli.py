@@ -294,16 +294,22 @@ def _check_writable(folder: Path) -> None:
         nearest = next(p for p in (place, *place.parents) if p.exists())
         if not nearest.is_dir():
             raise InputError(f"{nearest}: a file, expected a folder")
-        if not os.access(nearest, os.W_OK | os.X_OK):
-            raise InputError(f"{nearest}: cannot be written to, expected a folder that can")
+        _check_access(nearest)
+
+
+def _check_access(folder: Path) -> None:
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise InputError(f"{folder}: cannot be written to, expected a folder that can")
 
 
 def _check_file(path: Path, what: str) -> None:
     """That a file can be put there: said before the work, not after."""
     if path.is_dir():
         raise InputError(f"{path}: a folder, expected the name of a file for the {what}")
-    if not path.absolute().parent.is_dir():
-        raise InputError(f"{path.absolute().parent}: not found, expected a folder for the {what}")
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise InputError(f"{folder}: not found, expected a folder for the {what}")
+    _check_access(folder)
 
 
 @app.command("train-nano")
@@ -623,7 +629,7 @@ def run(
         from .parallel.plan import Plan
         from .sampling import check_count
 
-    check_count("--max-new-tokens", max_new_tokens, 0)
+    check_count("--max-new-tokens", max_new_tokens, 1)  # for none, the prompt would not be read
     if prefill_chunk is not None:
         check_count("--prefill-chunk", prefill_chunk, 1)
     if sequence_from is not None:

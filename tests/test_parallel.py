@@ -31,6 +31,7 @@ from inkling_ref import checkpoint, cli
 from inkling_ref.chat import Tokenizer
 from inkling_ref.cli import NANO, main
 from inkling_ref.config import InklingConfig
+from inkling_ref.errors import InputError
 from inkling_ref.parallel import launch as launching
 from inkling_ref.parallel import run
 from inkling_ref.parallel.plan import Plan
@@ -225,6 +226,14 @@ def test_of_ranks_that_wait_for_each_other_the_one_that_waits_for_none_is_late(m
         watch.stop()
 
 
+def test_ranks_that_were_asked_for_different_things_are_refused():
+    store, asked = dist.HashStore(), {"the plan": Plan(2), "--draft": False, "tokens": 7}
+    for _ in range(2):
+        launching._agree(store, asked)
+    with pytest.raises(InputError, match=r"^the plan, tokens: not as on another rank, expected"):
+        launching._agree(store, {**asked, "the plan": Plan(1, 2), "tokens": 8})
+
+
 def test_torchrun_tells_which_rank_has_failed(tmp_path):
     outputs = []
     for how, message in (("kill", "rank 1 is gone without a message: killed"), ("hang", "rank 1 did not come to")):
@@ -351,9 +360,10 @@ LONE = ["--context", 5, "--tp", 2, "--only-rank", 0]
         (["--context", 5, "--tokens", "1"], "expected one of --prompt, --tokens and --context"),
         (["--tokens", "1,2", "--batch", 2], "--batch is for --context"),
         (["--tokens", "1,2", "--image", "x.png"], "--image needs a question, expected --prompt"),
-        (["--context", -3], "--context is -3, expected 1 to max_position_embeddings 8192"),
-        (["--context", 9000], "--context is 9000, expected 1 to max_position_embeddings 8192"),
-        (["--context", 5, "--max-new-tokens", -1], "--max-new-tokens is -1, expected an integer >= 0"),
+        (["--context", -3], "--context is -3, expected 1 to 8191: max_position_embeddings is 8192, with a new token"),
+        (["--context", 8192], "--context is 8192, expected 1 to 8191: max_position_embeddings is 8192"),
+        (["--tokens", "1", "--tokens", "1" + 8191 * ",1"], "row 1 has 8192 tokens, expected at most 8191: "),
+        (["--context", 5, "--max-new-tokens", 0], "--max-new-tokens is 0, expected an integer >= 1"),
         (["--context", 5, "--prefill-chunk", 0], "--prefill-chunk is 0, expected an integer >= 1"),
         *((["--context", 5, "--timeout", x], f"--timeout is {x}, expected a number from 1 to") for x in TIMEOUTS),
         *(([*LONE, "--bandwidth", x], f"--bandwidth is {x}, expected a number from 1e-06 to 1e+09") for x in (0, -5)),
@@ -365,7 +375,7 @@ LONE = ["--context", 5, "--tp", 2, "--only-rank", 0]
         (["--context", 5, "--alpha", 3], "--alpha belongs to --only-rank, expected it there alone"),
         (["--context", 5, "--bandwidth", 3], "--bandwidth belongs to --only-rank, expected it there alone"),
     ],
-    ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
+    ids=lambda value: " ".join(map(str, value))[:60] if isinstance(value, list) else "",
 )
 def test_what_cannot_run_is_said_in_one_line(arguments, message, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(run, "synthetic", None)  # that it is said before the model is made
@@ -375,6 +385,14 @@ def test_what_cannot_run_is_said_in_one_line(arguments, message, tmp_path, capsy
     assert message in err
     assert len(err.splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_to_is_said_before_the_work(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(run, "main", lambda *_, **__: pytest.fail("ran"))
+    monkeypatch.setattr("os.access", lambda *_: False)  # root may write anywhere
+    line = ["run", "--synthetic", "nano", "--context", "5", "--out", str(tmp_path / "report.json")]
+    assert main(line) == 2
+    assert capsys.readouterr().err == f"error: {tmp_path}: cannot be written to, expected a folder that can\n"
 
 
 def test_of_a_fault_that_all_ranks_find_only_rank_0_speaks(tmp_path):

@@ -67,11 +67,14 @@ def rank_and_size() -> tuple[int, int]:
 
 
 @contextmanager
-def world(plan: Plan, device_type: str = "cpu", timeout: timedelta = TIMEOUT) -> Iterator[Mesh]:
+def world(
+    plan: Plan, device_type: str = "cpu", timeout: timedelta = TIMEOUT, asked: dict[str, object] | None = None
+) -> Iterator[Mesh]:
     """This process's place in a world of `plan`: gloo on CPUs, NCCL on GPUs.
 
     An exception within ends all ranks. This process then does not return from here: it exits with status 2 for an
-    InputError and 1 for any other. `timeout` is that of every collective.
+    InputError and 1 for any other. `timeout` is that of every collective. Ranks that were `asked` for different things
+    end at once: their collectives would not fit together, or wait for each other.
     """
     if rank_and_size()[1] == 1:
         yield Mesh.join(plan, device_type, timeout)
@@ -83,6 +86,7 @@ def world(plan: Plan, device_type: str = "cpu", timeout: timedelta = TIMEOUT) ->
     watch.start()
     try:
         with entering(everyone, "the start"):
+            _agree(store, {"the plan": plan, **(asked or {})})
             backend = "nccl" if device_type == "cuda" else "gloo"
             joined = dist.PrefixStore("world", store)
             dist.init_process_group(backend, store=joined, rank=rank, world_size=size, timeout=later)
@@ -95,6 +99,13 @@ def world(plan: Plan, device_type: str = "cpu", timeout: timedelta = TIMEOUT) ->
     watch.stop()
     dist.barrier()  # the store goes with the rank that holds it: nobody may still be looking
     dist.destroy_process_group()
+
+
+def _agree(store: dist.Store, asked: dict[str, object]) -> None:
+    mine = {name: f"{value}" for name, value in asked.items()}
+    first = json.loads(store.compare_set("asked", "", json.dumps(mine)))
+    if others := [name for name in mine if mine[name] != first.get(name)]:
+        raise InputError(f"{', '.join(others)}: not as on another rank, expected the same arguments on all")
 
 
 def _meet(timeout: timedelta) -> tuple[dist.Store, int, int]:

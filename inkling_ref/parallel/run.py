@@ -17,6 +17,7 @@ from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -91,6 +92,8 @@ def main(
     if prompt is not None and checkpoint is None:
         raise InputError("--prompt needs a tokenizer, expected --checkpoint with it")
     pixels = {}
+    longest = config.text.max_position_embeddings - 1
+    limit = f"max_position_embeddings is {longest + 1}, with a new token"
     if prompt is not None:
         parts = [*({"type": "image", "image": str(path)} for path in images or []), prompt]
         messages = [{"role": "user", "content": parts}]
@@ -100,16 +103,21 @@ def main(
         if rendered.pixel_values is not None:
             pixels = {"pixel_values": rendered.pixel_values, "image_grid_thw": rendered.image_grid_thw}
     elif random_tokens is not None:
-        longest = config.text.max_position_embeddings
         if not 0 < random_tokens[1] <= longest:
-            raise InputError(f"--context is {random_tokens[1]}, expected 1 to max_position_embeddings {longest}")
+            raise InputError(f"--context is {random_tokens[1]}, expected 1 to {longest}: {limit}")
         generator = torch.Generator().manual_seed(0)
         below = min(config.text.unpadded_vocab_size, config.image_token_id if config.vision else 2**31)
         tokens = torch.randint(below, random_tokens, generator=generator).tolist()
+    for row, ids in enumerate(tokens):  # longer ones would not be read at all
+        if len(ids) > longest:
+            raise InputError(f"row {row} has {len(ids)} tokens, expected at most {longest}: {limit}")
     if device == "cuda":
         torch.cuda.set_device(variable("LOCAL_RANK", 0, torch.cuda.device_count()))
 
-    with _place(plan, only_rank, device, timedelta(seconds=timeout)) as mesh:
+    asked = {"--max-new-tokens": max_new_tokens, "--prefill-chunk": prefill_chunk, "--draft": draft}
+    asked |= {"--experts": experts, "--skew": skew, "--device": device}
+    asked |= {"config": crc32(repr(config).encode()), "tokens": crc32(repr(tokens).encode())}
+    with _place(plan, only_rank, device, timedelta(seconds=timeout), asked) as mesh:
         start = time.perf_counter()
         if checkpoint:
             model = load(checkpoint, mesh, device, dtype, backend)
@@ -190,11 +198,13 @@ def summary(report: dict[str, Any]) -> list[str]:
 
 
 @contextmanager
-def _place(plan: Plan, only_rank: int | None, device: str, timeout: timedelta) -> Iterator[Mesh]:
+def _place(
+    plan: Plan, only_rank: int | None, device: str, timeout: timedelta, asked: dict[str, object]
+) -> Iterator[Mesh]:
     if only_rank is not None:
         yield Mesh.stand_in(plan, only_rank)
         return
-    with world(plan, device, timeout) as mesh:
+    with world(plan, device, timeout, asked) as mesh:
         yield mesh
 
 
