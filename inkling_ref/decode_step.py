@@ -31,8 +31,8 @@ from .draft_config import DSparkConfig
 from .dspark import places, read_tap
 from .errors import InputError
 from .model import DecoderLayer, Inkling
-from .moe import MoE
 from .residual import DepthState, wide
+from .short_conv import ShortConv
 
 PAGE = 128  # slots of a page of a sliding layer's ring
 CONVOLUTIONS = ("key_value_conv", "attention_conv", "mlp_conv")  # whose last inputs are kept
@@ -67,10 +67,42 @@ def join(parameters: list[nn.Parameter]) -> Float[Tensor, "rows D"]:
         return weight
 
 
-class LayerState:
-    """One layer's places: keys and values, the inputs of its three convolutions; and its joined projections."""
+class Alone:
+    """What a step asks of the other ranks of a model: there are none. See `parallel.step.Ranks`."""
 
-    def __init__(self, layer: DecoderLayer, batch: int, capacity: int, tokens: int, page: int) -> None:
+    def __init__(self, model: Inkling) -> None:
+        self.model = model
+
+    def embedding(self, ids: Int[Tensor, "B T"]) -> tuple[Int[Tensor, "B T"], Float[Tensor, "rows D"]]:
+        """A table of embeddings, and which of its rows are those of `ids`."""
+        return ids, self.model.llm.embed.weight
+
+    def taps(self, conv: ShortConv) -> Float[Tensor, "D 1 K"]:
+        """Those of all channels."""
+        return conv.weight
+
+    def add_up(self, partial: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
+        """The sum over ranks of a sublayer's outputs, before its convolution; may be written in place."""
+        return partial
+
+    def head(self) -> Float[Tensor, "rows D"]:
+        """The used rows of the unembedding, of those that are here."""
+        return self.model.llm.unembed.weight[: self.model.config.text.unpadded_vocab_size]
+
+    def best(
+        self, token: Int[Tensor, " N"], logit: Float[Tensor, " N"], temperature: float
+    ) -> tuple[Int[Tensor, " N"], Float[Tensor, " N"]]:
+        """From every rank's choice of its rows, and the logit of that, to the choice of all."""
+        return token, logit
+
+
+class LayerState:
+    """One layer's places: keys and values, the inputs of its three convolutions; and its joined projections.
+
+    taps: of the convolutions after attention and after the experts.
+    """
+
+    def __init__(self, layer: DecoderLayer, ranks: Alone, batch: int, capacity: int, tokens: int, page: int) -> None:
         attn, a = layer.attn, layer.attn.sizes
         like = {"dtype": attn.wq_du.weight.dtype, "device": attn.wq_du.weight.device}
         G, d, D = a.num_key_value_heads, a.head_dim, attn.wq_du.in_features
@@ -95,6 +127,7 @@ class LayerState:
             inputs = [first, [k, attn.k_sconv.weight_proj], [v, attn.v_sconv.weight_proj]]
         self.sizes = [[len(weight) for weight in group] for group in inputs]
         self.weights = [join(group) for group in inputs]
+        self.taps = ranks.taps(layer.attn_sconv), ranks.taps(layer.mlp_sconv)
 
     def ring(self, positions: Int[Tensor, "B m"]) -> tuple[Int[Tensor, "B m"], Int[Tensor, "B m"]]:
         """Page and slot of every position."""
@@ -196,14 +229,13 @@ class DecodeStep:
         """`ops`: None takes the backend that the model was made with. `taps`: of a drafter, see the attribute `taps`.
 
         Raises:
-            InputError: for sizes below 1, a capacity below the tokens of one step, or one rank's part of a model.
+            InputError: for sizes below 1, a capacity below the tokens of one step, or a rank's part of a model whose
+                plan is not for steps (see `parallel.step`).
         """
         if not all(isinstance(n, int) for n in (batch_size, capacity, tokens, page)) or page < 1:
             raise InputError(
                 f"decode step: {batch_size}, {capacity}, {tokens}, {page}, expected integers and a page >= 1"
             )
-        if any(type(layer.mlp) is not MoE for layer in model.llm.layers):
-            raise InputError("decode step: a part of a model, expected a whole one")
         if batch_size < 1 or tokens < 1 or capacity < tokens:
             raise InputError(
                 f"decode step: {batch_size} rows of {tokens} tokens in {capacity} positions, expected at least one "
@@ -211,8 +243,10 @@ class DecodeStep:
             )
         self.model, self.capacity, self.tokens, self.page, self.tapped = model, capacity, tokens, page, taps
         self.ops = step_backend(model.backend) if ops is None else ops
+        self.ranks = model.ranks() if hasattr(model, "ranks") else Alone(model)
         config, device = model.config.text, model.device
-        self.layers = [LayerState(layer, batch_size, capacity, tokens, page) for layer in model.llm.layers]
+        sizes = batch_size, capacity, tokens, page
+        self.layers = [LayerState(layer, self.ranks, *sizes) for layer in model.llm.layers]
         like = {"dtype": model.dtype, "device": device}
         self.blocks, self.partial = self._depth(torch.empty(batch_size, tokens, config.hidden_size, **like))
         self.ids = torch.zeros(batch_size, tokens, dtype=torch.int64, device=device)
@@ -247,8 +281,8 @@ class DecodeStep:
         """Continue from what a cache holds: its positions are copied to their places.
 
         Raises:
-            InputError: for another number of rows, rows that leave no room for a step, or a cache that keeps fewer
-                inputs of its convolutions than a step may take back.
+            InputError: for another number of rows, rows that leave no room for a step, a cache that keeps fewer inputs
+                of its convolutions than a step may take back, or that of one of many ranks.
         """
         if len(cache.lengths) != len(self.ends):
             raise InputError(f"decode step: made for {len(self.ends)} rows, the cache has {len(cache.lengths)}")
@@ -265,7 +299,9 @@ class DecodeStep:
                     f"decode step: the cache holds {kept.shape[1]} heads of {kept.shape[3]} in {kept.dtype}, expected "
                     f"{place.shape[1]} of {place.shape[3]} in {place.dtype}"
                 )
-        inputs, slots = self.layers[0].mlp_conv.shape[1], cache.layers[0].mlp_conv.slots
+        (_, inputs, D), slots = self.layers[0].mlp_conv.shape, cache.layers[0].mlp_conv.slots
+        if cache.layers[0].mlp_conv.data.shape[2] != D:
+            raise InputError(f"decode step: a cache of one rank's channels, expected {D}: read the prompt by `prefill`")
         if inputs > min(n - start for n, start in zip(cache.lengths, slots.starts, strict=True)):
             raise InputError(
                 f"decode step: the cache keeps {slots.keep} inputs of its convolutions, expected {inputs} for steps of "
@@ -407,8 +443,8 @@ class DecodeStep:
         return tokens
 
     def _head(self, temperature: float) -> Int[Tensor, "B T"]:
-        config, (B, T), hidden = self.model.config.text, self.ids.shape, self.hidden.flatten(0, 1)
-        weight, cap = self.model.llm.unembed.weight[: config.unpadded_vocab_size], config.final_logit_softcapping
+        (B, T), hidden = self.ids.shape, self.hidden.flatten(0, 1)
+        weight, cap = self.ranks.head(), self.model.config.text.final_logit_softcapping
         positions = (self.lengths[:, None] + torch.arange(1, T + 1, device=self.ids.device)).flatten().long()
         drawn = {
             "temperature": temperature,
@@ -417,6 +453,7 @@ class DecodeStep:
         }
         token = self.ops.sample_head(hidden, weight, cap, **(drawn if temperature else {}))
         logit = (wide(hidden) * wide(weight[token])).sum(dim=-1)  # where any is NaN, the token of a NaN was chosen
+        token, logit = self.ranks.best(token, logit, temperature)
         return torch.where(logit.isfinite(), token, NOT_FINITE).view(B, T)
 
     @torch.inference_mode()
@@ -434,7 +471,8 @@ class DecodeStep:
         """The operations of one step, from `ids`, `lengths` and `rejected`; nothing waits for the device."""
         llm, eps = self.model.llm, self.model.config.text.rms_norm_eps
         norms = input_norms(llm.layers[0])
-        inputs = self.ops.embed_and_norm(self.ids, llm.embed.weight, llm.embed_norm.weight, self.partial, norms, eps)
+        ids, table = self.ranks.embedding(self.ids)
+        inputs = self.ops.embed_and_norm(ids, table, llm.embed_norm.weight, self.partial, norms, eps)
         return self._layers(inputs, self.blocks, self.partial)
 
     def _layers(
@@ -457,17 +495,18 @@ class DecodeStep:
         self._tap(0, blocks[:, :, :0], partial, None)
         layers = zip(llm.layers, self.layers, llm.attn_res.mlp_queries, readers, strict=True)
         for i, (layer, state, query, (next_query, norms)) in enumerate(layers):
-            y = self.attention(layer.attn, state, inputs, prompt)
+            attention_taps, mlp_taps = state.taps
+            y = self.ranks.add_up(self.attention(layer.attn, state, inputs, prompt))
             with rolled(state.attention_conv, (y,), prompt):
                 (h,) = ops.join_and_mix(
-                    y, state.attention_conv, layer.attn_sconv.weight, blocks, partial, count, query,
+                    y, state.attention_conv, attention_taps, blocks, partial, count, query,
                     [layer.mlp_norm.weight], eps, opens_block=layer.starts_block, rejected=rejected,
                 )  # fmt: skip
             count += layer.starts_block
-            z = layer.mlp(h)
+            z = self.ranks.add_up(layer.mlp(h))
             with rolled(state.mlp_conv, (z,), prompt):
                 inputs = ops.join_and_mix(
-                    z, state.mlp_conv, layer.mlp_sconv.weight, blocks, partial, count, next_query, norms, eps,
+                    z, state.mlp_conv, mlp_taps, blocks, partial, count, next_query, norms, eps,
                     ends_layer=True, rejected=rejected,
                 )  # fmt: skip
             self._tap(i + 1, blocks[:, :, :count], partial, next_query, inputs[0])
@@ -532,7 +571,7 @@ def captured(run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
         run()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads watch over collectives
         result = run()
     return graph, result
 

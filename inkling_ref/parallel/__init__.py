@@ -4,6 +4,7 @@ plan         who holds what: grids of ranks, tables of experts and slices; no te
 collectives  what ranks exchange, counted; stand-ins and their cost
 layers       the modules of one rank
 apply        from a plain model, or a checkpoint, to one rank
+step         where ranks meet in a decoding step of fixed addresses
 drafter      from a plain drafter, or its file, to one rank
 generation   generate on a world: seeds, verdicts on drafts, groups that finish at different times
 launch       a process of a world: it joins, and ends with all others when one fails

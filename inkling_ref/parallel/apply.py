@@ -26,6 +26,7 @@ from ..tensor_files import CheckpointReader
 from .collectives import Group, StandIn, Traffic
 from .layers import Pass, ShardedConv, ShardedEmbedding, ShardedHead, ShardedMoE
 from .plan import Plan, Share, stored_slices
+from .step import Ranks
 
 TIMEOUT = timedelta(seconds=120)
 
@@ -108,6 +109,7 @@ def parallelize(model: Inkling, mesh: Mesh) -> Inkling:
     model.new_cache = lambda batch_size=1, rollback=32: Cache(
         local_text, batch_size, model.dtype, model.device, rollback
     )
+    model.ranks = lambda: Ranks(model)
     model.mesh, model.share, model.current = mesh, share, current
     return model
 

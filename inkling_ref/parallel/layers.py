@@ -161,11 +161,16 @@ class ShardedMoE(nn.Module):
         for expert, ranks in enumerate(table):
             is_owner[expert, ranks] = True
         self.is_owner = is_owner  # no buffer: a model that is loaded piece by piece would not move it
+        place = torch.arange(len(table)) - self.first
+        self.place = torch.where(is_owner[:, share.rank], place, -1)  # of every expert among those that are here
+        self.skips = getattr(moe.experts.ops.experts, "skips_negative", False)
 
     def owned(
         self, h: Float[Tensor, "N D"], weights: Float[Tensor, "N k"], ids: Int[Tensor, "N k"]
     ) -> Float[Tensor, "N D"]:
         """What this rank's experts add to the weighted sums; a token without one of them gets zeros."""
+        if self.skips and self.first < self.stop:
+            return self._skipping(h, weights, ids)
         token, choice = ((ids >= self.first) & (ids < self.stop)).nonzero(as_tuple=True)
         out = torch.zeros(h.shape, dtype=weights.dtype, device=h.device)
         self.tokens, self.pairs = self.tokens + len(h), self.pairs + len(token)
@@ -176,6 +181,16 @@ class ShardedMoE(nn.Module):
             out.index_add_(0, token, wide(y) * weights[token, choice, None])
         return rounded(out, h.dtype)
 
+    def _skipping(
+        self, h: Float[Tensor, "N D"], weights: Float[Tensor, "N k"], ids: Int[Tensor, "N k"]
+    ) -> Float[Tensor, "N D"]:
+        """The same, by kernels that find the pairs: nothing waits for the device, as a CUDA graph needs it."""
+        self.place = self.place.to(ids.device)
+        ids = self.place[ids]
+        if not (ids.is_cuda and torch.cuda.is_current_stream_capturing()):  # nobody sees a graph's replays
+            self.tokens, self.pairs = self.tokens + len(h), self.pairs + (ids >= 0).sum()
+        return self.experts(h, weights, ids)
+
     def forward(self, h: Float[Tensor, "B carried D"]) -> Float[Tensor, "B returned D"]:
         if self.has_columns and self.experts.quantize and self.experts.stored_format == NVFP4:
             raise InputError("quantize_activations: NVFP4 takes a scale from all columns, expected whole experts (ep)")
@@ -183,6 +198,9 @@ class ShardedMoE(nn.Module):
 
     def _by_summing(self, h: Float[Tensor, "B carried D"]) -> Float[Tensor, "B T D"]:
         current = self.current
+        if current.T is None and current.dp.size == 1:  # all tokens are here
+            flat = h.flatten(0, 1)
+            return self.owned(flat, *self.gate(flat)).view_as(h)
         message = _Message.pack(h, *self.gate(h.flatten(0, 1)))
         whole = current.all_tokens(message.data.unflatten(0, h.shape[:2]))
         (B, T), data = whole.shape[:2], whole.flatten(0, 1)

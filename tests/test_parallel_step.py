@@ -1,0 +1,143 @@
+"""A decoding step on one rank's part of a model: worlds of processes, one rank alone, and the kernels."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import random_ids, random_model, relative_rms, unchecked
+from kernel_contract import DEVICE, INTERPRETED, needs_device
+from parallel_step_worker import StepCase, check_steps
+from parallel_worker import start, text_config
+from test_parallel import FOUR, succeed
+
+from inkling_ref.config import FULL, SLIDING, InklingConfig
+from inkling_ref.decode_step import DecodeStep
+from inkling_ref.errors import InputError
+from inkling_ref.parallel.apply import Mesh, parallelize
+from inkling_ref.parallel.layers import ShardedMoE
+from inkling_ref.parallel.plan import Plan
+
+# 5 used tokens of 7: on 4 ranks 2, 2, 1 and none.
+FEW_TOKENS = InklingConfig(replace(FOUR.text, vocab_size=7, unpadded_vocab_size=5, eos_token_id=None), None)
+WORLDS = {
+    2: [StepCase("7 experts on 2 ranks", Plan(2), text_config()), StepCase("width", Plan(2, ep=1), text_config())],
+    4: [
+        StepCase("fewer key/value heads than ranks, ep x etp", Plan(4, ep=2), FOUR),
+        StepCase("a rank without used tokens", Plan(4), FEW_TOKENS, [[1, 4, 2], [3]]),
+    ],
+}
+
+
+@pytest.mark.parametrize("size", WORLDS)
+def test_a_world_of_steps_writes_what_one_process_does(size, tmp_path):
+    succeed(start(size, tmp_path, check_steps, WORLDS[size]))
+
+
+@unchecked()
+@torch.inference_mode()
+def test_one_rank_alone():
+    model = parallelize(random_model(FOUR), Mesh.stand_in(Plan(4), 2))
+    step, text = DecodeStep(model, 3, 30, tokens=2, page=16), FOUR.text
+    full, sliding = (next(s for s in step.layers if (s.table is None) == is_full) for is_full in (True, False))
+    assert full.keys.shape == (3, 1, 30, text.head_dim)
+    assert sliding.keys.shape[1:] == (1, 16, text.swa_head_dim)
+    ids = random_ids(3, 7)
+    assert step.prefill(ids).isfinite().all()
+    traffic = model.mesh.traffic
+    traffic.phase = "a step"
+    hidden = step(ids[:, :2])
+    assert hidden.shape == (3, 2, text.hidden_size)
+    calls = {what: count["calls"] for what, count in traffic.to_dict()["a step"].items()}
+    assert calls == {"sum over tp": 1 + 2 * text.num_hidden_layers}
+    assert step.next_tokens().shape == (3, 2)
+    with pytest.raises(InputError, match="a cache of one rank's channels, expected 32: read the prompt by `prefill`"):
+        step.take(model.new_cache(3))
+    with pytest.raises(InputError, match=r"temperature 0.5 on many ranks, expected 0, or top_k or top_p"):
+        step.next_tokens(0.5, torch.zeros(3, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (Plan(1, 2), "dp is 2, expected 1"),
+        (Plan(2, sequence=True), "sequence is True, expected False"),
+        (Plan(2, exchange="all_to_all"), "exchange is all_to_all, expected all_reduce"),
+    ],
+    ids=["dp", "sequence", "sending"],
+)
+def test_plans_that_are_not_for_steps(plan, message):
+    model = parallelize(random_model(text_config()), Mesh.stand_in(plan, 1))
+    with pytest.raises(InputError, match=f"decode step: {message}"):
+        DecodeStep(model, 1, 9)
+
+
+# ---------------------------------------------------------------- on the kernels
+
+# A rank's heads are an odd number beside one key/value head, 4 or 3 of 7 experts are its own.
+KERNELS = InklingConfig(
+    replace(
+        text_config().text, num_hidden_layers=2, layer_types=[SLIDING, FULL], num_attention_heads=6,
+        num_key_value_heads=2, swa_num_attention_heads=2, swa_num_key_value_heads=1, n_layers_per_attn_res_block=1,
+    ),
+    None,
+)  # fmt: skip
+
+
+def alone(backend: str, dtype: torch.dtype = torch.float32):
+    model = parallelize(random_model(KERNELS, dtype=dtype, backend=backend), Mesh.stand_in(Plan(2), 1))
+    return model.to(DEVICE)
+
+
+@needs_device
+@unchecked()
+@torch.inference_mode()
+def test_kernels_on_a_rank():
+    """With stand-ins both compute the same nonsense."""
+    actual, expected = [], []
+    for model, out in ((alone("triton"), actual), (alone("torch", torch.float64), expected)):
+        step = DecodeStep(model, 2, 64, tokens=2, page=64)
+        mask = torch.tensor([[True] * 4, [False] * 2 + [True] * 2], device=DEVICE)
+        out.append(step.prefill(random_ids(2, 4).to(DEVICE), mask))
+        out += step(random_ids(2, 2, seed=1).to(DEVICE))
+        out.append(step.next_tokens())
+    assert torch.equal(actual.pop(), expected.pop())
+    for a, b in zip(actual, expected, strict=True):
+        assert relative_rms(a, b) < 2e-5
+
+
+@needs_device
+@unchecked()
+@torch.inference_mode()
+@pytest.mark.parametrize("ep", [2, 1])
+def test_experts_of_a_rank_are_picked_by_the_kernels(ep, monkeypatch):
+    plan, h = Plan(2, ep=ep), torch.randn(5, KERNELS.text.hidden_size, generator=torch.Generator().manual_seed(1))
+    for rank in range(2):
+        ours, exact = (
+            parallelize(random_model(KERNELS, dtype=dtype, backend=backend), Mesh.stand_in(plan, rank)).to(DEVICE)
+            for backend, dtype in (("triton", torch.float32), ("torch", torch.float64))
+        )
+        moe, reference = ours.llm.layers[0].mlp, exact.llm.layers[0].mlp
+        with monkeypatch.context() as m:
+            m.setattr(torch.Tensor, "nonzero", None)  # which waits for the device
+            y = moe(h.to(DEVICE)[None])
+        expected = reference(h.double().to(DEVICE)[None])
+        assert relative_rms(y, expected) < 2e-6
+        assert isinstance(moe, ShardedMoE)
+        assert (moe.tokens, int(moe.pairs)) == (reference.tokens, reference.pairs)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="no GPU")
+@torch.inference_mode()
+def test_a_rank_as_one_graph():
+    def steps(capture: bool) -> torch.Tensor:
+        step = DecodeStep(alone("triton", torch.bfloat16), 2, 200, page=64)
+        if capture:
+            step.capture()
+        step.prefill(random_ids(2, 124).to(DEVICE))
+        out = []
+        for i in range(9):
+            hidden = step(random_ids(2, 1, seed=i).to(DEVICE)).clone()
+            out += [hidden, step.next_tokens().clone()]
+        return torch.cat([t.flatten().double() for t in out])
+
+    assert torch.equal(steps(True), steps(False))
