@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 from . import __version__
 from .backends import Backend
 from .config import InklingConfig
-from .errors import InputError
+from .errors import InputError, listed
 from .model import Inkling, keeps_float32
 from .moe import ExpertMatrix
 from .quantization import (
@@ -47,7 +47,6 @@ from .tensor_files import DTYPES, INDEX, WEIGHTS, CheckpointReader, Layout, Part
 SIDECAR = "hf_quant_config.json"
 DENSE = "bf16"  # the name of the format that is none, whichever float dtype holds it
 MATRICES = ("w13_weight", "w2_weight")
-NAMED = 20  # problems that one error lists: with another model's config every tensor is one
 _FLOATS = tuple(DTYPES[name] for name in ("F32", "BF16", "F16", "F64"))
 _FORMAT_OF_DTYPE = {torch.uint8: NVFP4, torch.float8_e4m3fn: MXFP8, **dict.fromkeys(_FLOATS, DENSE)}
 
@@ -154,7 +153,7 @@ def check(reader: CheckpointReader, model: Inkling) -> list[str]:
 
     Raises:
         InputError: one error with every missing tensor, wrong shape or dtype, bad amax or denominator, and layer whose
-            declared format is not the stored one; of many the first NAMED. Tensors that the model does not have are
+            declared format is not the stored one; of many the first. Tensors that the model does not have are
             reported in a warning.
     """
     problems: list[str] = []
@@ -186,8 +185,7 @@ def check(reader: CheckpointReader, model: Inkling) -> list[str]:
                 open_layers.append(f"layer {layer}: {where}; {seen}")
     problems += open_layers[:1]  # the cause is one, a missing file or list
     if problems:
-        more = [f"and {len(problems) - NAMED} more"] if len(problems) > NAMED else []
-        raise InputError(f"{reader.folder}: {'; '.join(problems[:NAMED] + more)}")
+        raise InputError(f"{reader.folder}: {listed(problems)}")
     if sizes and set(formats) != {DENSE}:
         blocks = f"{GROUP[NVFP4]} (NVFP4) or {GROUP[MXFP8]} (MXFP8)"
         stored = f"the stored shapes, one scale per row and {blocks} columns, win"

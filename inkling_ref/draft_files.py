@@ -22,7 +22,7 @@ from .checkpoint import ShapesOnly
 from .config import InklingConfig, TextConfig
 from .draft_config import DSparkConfig
 from .dspark import Drafter
-from .errors import InputError
+from .errors import InputError, listed
 from .model import Inkling
 from .tensor_files import WEIGHTS, CheckpointReader, Layout, Part, read_json, whole_file, write_file
 
@@ -247,9 +247,7 @@ def _check(
             if theirs.shape[1:] != table.shape[1:] or not torch.equal(theirs, table[: len(theirs)]):
                 problems.append(f"{names[name]} is not the target's llm.{ours}.weight, which it would share")
     if problems:
-        raise InputError(
-            f"{file}: {'; '.join(problems[:20])}" + f" and {len(problems) - 20} more" * (len(problems) > 20)
-        )
+        raise InputError(f"{file}: {listed(problems)}")
 
 
 def save_drafter(

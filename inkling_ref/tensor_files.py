@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import InputError
+from .errors import InputError, listed
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {
@@ -226,14 +226,14 @@ def _read_index(folder: Path) -> dict[str, Stored]:
     problems = []
     for file, names in names_of.items():
         if file not in shards:
-            problems.append(f"{file} is missing, which should hold {', '.join(names)}")
+            problems.append(f"{file} is missing, which should hold {listed(names, 3, ', ')}")
             continue
         for name in names:
             if file not in holders[name]:
                 problems.append(f"{file} lacks {name} (which is in {' and '.join(holders[name]) or 'no shard'})")
     problems += [f"{name} is in {' and '.join(files)}" for name, files in holders.items() if len(files) > 1]
     if problems:
-        raise InputError(f"{folder / INDEX}: {'; '.join(problems)}")
+        raise InputError(f"{folder / INDEX}: {listed(problems)}")
     if extra := sorted(name for name, files in holders.items() if files and name not in weight_map):
         warnings.warn(f"{folder}: tensors that the index does not name ignored: {', '.join(extra)}", stacklevel=3)
     return {name: shards[file][name] for name, file in weight_map.items()}

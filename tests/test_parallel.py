@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -224,6 +225,18 @@ def test_of_ranks_that_wait_for_each_other_the_one_that_waits_for_none_is_late(m
         assert watch._look() == "rank 2: no luck"
     finally:
         watch.stop()
+
+
+def test_a_file_that_cannot_be_written_is_no_traceback(monkeypatch, capfd):
+    monkeypatch.setattr(launching, "_ENDING", threading.Lock())
+    monkeypatch.setattr(launching._Watch, "_end", lambda watch, message, status: (message, status))
+    watch = launching._Watch(dist.HashStore(), 1, 2, timedelta(0))
+    try:
+        full = OSError(28, "No space left on device", "report.json")
+        assert watch.report(full) == ("rank 1: report.json: No space left on device", 2)
+    finally:
+        watch.stop()
+    assert capfd.readouterr().err == ""
 
 
 def test_ranks_that_were_asked_for_different_things_are_refused():

@@ -340,6 +340,16 @@ def test_case_39_all_problems_in_one_error(sharded):
         assert expected in message
 
 
+def test_a_missing_shard_names_a_few_of_its_tensors(sharded):
+    (sharded / "model-00003-of-00003.safetensors").unlink()
+    edit_index(sharded, lambda m: m.update({f"b.{i}": "model-00003-of-00003.safetensors" for i in range(7)}))
+    with pytest.raises(
+        InputError, match=r"00003.safetensors is missing, which should hold [^;]*, and \d more$"
+    ) as caught:
+        CheckpointReader(sharded)
+    assert str(caught.value).count("b.") < 4
+
+
 @pytest.mark.parametrize("file", ["../model-00001-of-00003.safetensors", "/etc/passwd", "."])
 def test_an_index_cannot_leave_the_folder(sharded, file):
     edit_index(sharded, lambda m: m.update({"a.0": file}))

@@ -256,6 +256,8 @@ class _Watch(threading.Thread):
             time.sleep(1.5 * _SUSPECT * _PERIOD)
         elif isinstance(error, InputError):
             status = 2
+        elif isinstance(error, OSError):  # of a file, as on the command line
+            message, status = f"rank {self.rank}: {error.filename or 'system'}: {error.strerror or error}", 2
         elif isinstance(error, KeyboardInterrupt):
             message, status = "interrupted", 128 + signal.SIGINT
         else:
