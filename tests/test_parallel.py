@@ -228,12 +228,15 @@ def test_of_ranks_that_wait_for_each_other_the_one_that_waits_for_none_is_late(m
 
 
 def test_a_file_that_cannot_be_written_is_no_traceback(monkeypatch, capfd):
+    def end(watch, message, status):
+        raise SystemExit(f"{status}: {message}")
+
     monkeypatch.setattr(launching, "_ENDING", threading.Lock())
-    monkeypatch.setattr(launching._Watch, "_end", lambda watch, message, status: (message, status))
+    monkeypatch.setattr(launching._Watch, "_end", end)
     watch = launching._Watch(dist.HashStore(), 1, 2, timedelta(0))
     try:
-        full = OSError(28, "No space left on device", "report.json")
-        assert watch.report(full) == ("rank 1: report.json: No space left on device", 2)
+        with pytest.raises(SystemExit, match=r"^2: rank 1: report.json: No space left on device$"):
+            watch.report(OSError(28, "No space left on device", "report.json"))
     finally:
         watch.stop()
     assert capfd.readouterr().err == ""
