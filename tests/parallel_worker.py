@@ -179,6 +179,7 @@ class Drafted(Drafter):
         }  # fmt: skip
         super().__init__(DSparkConfig(**small), model)
         randomize(self, 3)
+        self.to(model.device)
         self.texts, self.rounds, self.base = texts, 0, []
 
     def base_logits(self, h: Tensor) -> Tensor:
