@@ -13,8 +13,8 @@ faster:
 $$ t_c = \min\left(\alpha + (\mathrm{ranks} - 1) \frac{\mathrm{bytes}}{\mathrm{bandwidth}}, \;
    2 \alpha + 2 \, \frac{\mathrm{ranks} - 1}{\mathrm{ranks}} \frac{\mathrm{bytes}}{\mathrm{bandwidth}}\right) $$
 
-The layers of this package always take two, with the convolution in between; after one shot each rank would convolve all
-channels. Across hosts, sums and gathers go in two steps, within hosts and then between the like GPUs of each.
+`layers` always take two, with the convolution in between; where a sum is one call, as in `step`, every rank convolves
+all channels. Across hosts, sums and gathers go in two steps, within hosts and then between the like GPUs of each.
 
 **Routing.** Uniform and independent, so that `work` is the mean rank's. In every layer the others wait for the busiest:
 its experts are `busiest`, from drawn routes, which can also be skewed.
@@ -225,7 +225,7 @@ def estimate(
 ) -> Estimate:
     """A pass over the last `tokens` tokens of `batch` sequences of `context` tokens, in each dp group.
 
-    skew: of the routing, see `load`. one_shot: whether sums may take one, which this package's layers never do.
+    skew: of the routing, see `load`. one_shot: whether sums may take one, which `layers` never do.
     """
     device, text, share = device or Device(), config.text, Share(config, plan, 0)
     D, I, E, R = text.hidden_size, text.moe_intermediate_size, text.n_routed_experts, text.d_rel
