@@ -578,6 +578,15 @@ def run(
     max_new_tokens: Annotated[int, typer.Option(help="Of each row.")] = 16,
     prefill_chunk: Annotated[int | None, typer.Option(help="Read that many positions a call.")] = None,
     draft: Annotated[bool, typer.Option("--draft", help="Speculative decoding with the checkpoint's drafter.")] = False,
+    graph: Annotated[
+        bool, typer.Option("--graph", help="Decode with fixed addresses, on a GPU as one CUDA graph.")
+    ] = False,
+    filled: Annotated[
+        bool, typer.Option("--filled", help="Of --graph: random keys and values stand for --context; nothing is read.")
+    ] = False,
+    step_tokens: Annotated[
+        int | None, typer.Option(help="Of --filled: tokens of a row that a step reads; default: 1.")
+    ] = None,
     experts: Annotated[
         Literal["bf16", "mxfp8", "nvfp4+mxfp8"] | None,
         typer.Option(help="Format of synthetic experts; default: nvfp4+mxfp8."),
@@ -611,10 +620,19 @@ def run(
         ("--synthetic", {"--experts": experts, "--skew": skew} if checkpoint else {}),
         ("--only-rank", {"--alpha": alpha, "--bandwidth": bandwidth} if only_rank is None else {}),
         ("--sequence", {} if sequence else {"--sequence-from": sequence_from}),
+        ("--graph", {} if graph else {"--filled": filled or None}),
+        ("--context", {} if context else {"--filled": filled or None}),
+        ("--filled", {} if filled else {"--step-tokens": step_tokens}),
     ):
         for option, value in options.items():
             if value is not None:
                 raise InputError(f"run: {option} belongs to {wanted}, expected it there alone")
+    others = {"--draft": draft and filled, "--trace": trace, "--dp": dp > 1, "--sequence": sequence}
+    for option, given in others.items():
+        if graph and given:
+            raise InputError(f"run: {option} with {'--filled' if filled else '--graph'}, expected one of them")
+    if graph and exchange != "all_reduce":
+        raise InputError(f"run: --exchange {exchange} with --graph, expected all_reduce")
     if sequence and tp == 1:
         raise InputError("--sequence cuts tokens among the tp ranks, expected --tp 2 or more")
     skew = _between("--skew", skew or 0.0, -1e6, 1e6)
@@ -634,6 +652,8 @@ def run(
         check_count("--prefill-chunk", prefill_chunk, 1)
     if sequence_from is not None:
         check_count("--sequence-from", sequence_from, 1)
+    if step_tokens is not None:
+        check_count("--step-tokens", step_tokens, 1)
     is_writer = rank_and_size()[0] == 0  # other ranks may be on hosts without that folder
     if is_writer:
         _check_file(out, "report")
@@ -663,6 +683,9 @@ def run(
         link=Link(alpha / 1e6, bandwidth * 1e9),
         timeout=timeout,
         trace=trace,
+        graph=graph,
+        filled=filled,
+        step_tokens=step_tokens or 1,
     )
     if is_writer:
         if "answer" in report:

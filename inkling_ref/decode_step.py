@@ -277,6 +277,35 @@ class DecodeStep:
         self.live = [True] * len(ends)  # rows that have not ended
 
     @torch.inference_mode()
+    def fill(self, ends: list[int], seed: int = 0) -> None:
+        """Random keys, values and inputs of convolutions, as large as real ones, in place of texts: for timing.
+
+        Args:
+            ends: positions of each row.
+
+        Raises:
+            InputError: for another number of rows, or rows that leave no room for a step.
+        """
+        if len(ends) != len(self.ends) or max(ends) + self.tokens > self.capacity:
+            raise InputError(
+                f"decode step: filled with {ends}, expected {len(self.ends)} rows of at most "
+                f"{self.capacity - self.tokens} positions"
+            )
+        generator = torch.Generator(device=self.ids.device).manual_seed(seed)
+        for state, layer in zip(self.layers, self.model.llm.layers, strict=True):
+            state.keys.normal_(0, layer.attn.qk_threshold / state.keys.shape[-1] ** 0.5, generator=generator)
+            state.values.normal_(generator=generator)
+            for name in CONVOLUTIONS:
+                getattr(state, name).normal_(generator=generator)
+        self._begin(ends)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all places that a cache would have."""
+        places = ("keys", "values", *CONVOLUTIONS)
+        return sum(getattr(state, name).nbytes for state in self.layers for name in places)
+
+    @torch.inference_mode()
     def take(self, cache: Cache) -> None:
         """Continue from what a cache holds: its positions are copied to their places.
 

@@ -192,6 +192,24 @@ def test_follows_the_models_backend():
 
 
 @torch.inference_mode()
+def test_filled_places(model):
+    """Random keys no longer than their clip, values of size 1, in every place that a step reads."""
+    step = DecodeStep(model, 2, 60, tokens=2, page=16)
+    step.fill([57, 23])
+    for state in step.layers:
+        assert 0.8 < float(state.keys.square().sum(-1).mean().sqrt() / model.llm.layers[0].attn.qk_threshold) < 1.2
+        assert 0.9 < float(state.values.std()) < 1.1
+    hidden = step(random_ids(2, 2)).clone()
+    assert step.ends == [59, 25]
+    step.fill([57, 23])
+    assert torch.equal(step(random_ids(2, 2)), hidden)
+    step.fill([57, 23], seed=1)
+    assert relative_rms(step(random_ids(2, 2)), hidden) > 0.1
+    with pytest.raises(InputError, match=r"filled with \[59, 1\], expected 2 rows of at most 58 positions"):
+        step.fill([59, 1])
+
+
+@torch.inference_mode()
 def test_refuses_what_does_not_fit(model):
     with pytest.raises(InputError, match="0 rows of 1 tokens in 5 positions"):
         DecodeStep(model, 0, 5)

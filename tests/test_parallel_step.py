@@ -1,5 +1,6 @@
 """A decoding step on one rank's part of a model: worlds of processes, one rank alone, and the kernels."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -10,9 +11,11 @@ from parallel_step_worker import StepCase, check_steps
 from parallel_worker import start, text_config
 from test_parallel import FOUR, succeed
 
+from inkling_ref.cli import main
 from inkling_ref.config import FULL, SLIDING, InklingConfig
 from inkling_ref.decode_step import DecodeStep
 from inkling_ref.errors import InputError
+from inkling_ref.parallel import run
 from inkling_ref.parallel.apply import Mesh, parallelize
 from inkling_ref.parallel.layers import ShardedMoE
 from inkling_ref.parallel.plan import Plan
@@ -69,6 +72,71 @@ def test_plans_that_are_not_for_steps(plan, message):
     model = parallelize(random_model(text_config()), Mesh.stand_in(plan, 1))
     with pytest.raises(InputError, match=f"decode step: {message}"):
         DecodeStep(model, 1, 9)
+
+
+# ---------------------------------------------------------------- the command
+
+
+def reported(out, *arguments):
+    line = ["run", "--synthetic", "tiny", "--experts", "bf16", "--max-new-tokens", 3, *arguments, "--out", out]
+    assert main([str(word) for word in line]) == 0
+    return json.loads(out.read_text())
+
+
+def test_run_on_a_step_writes_the_same(tmp_path):
+    texts = [reported(tmp_path / "report.json", "--tokens", "3,1,4,1,5", *graph) for graph in ([], ["--graph"])]
+    step, plain = (report["ranks"][0] for report in reversed(texts))
+    assert step["tokens"] == plain["tokens"]
+    assert step["memory"]["cache_bytes"] > 0
+    assert step["decode_steps"] == 2
+
+
+def test_run_with_a_context_that_nobody_read(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(InklingConfig, "tiny", classmethod(lambda cls: FOUR))
+    alone = ["--tp", 4, "--only-rank", 2, "--graph", "--filled"]
+    report = reported(tmp_path / "report.json", *alone, "--context", 4000, "--batch", 2, "--step-tokens", 5)
+    (rank,), text = report["ranks"], FOUR.text
+    assert (rank["decode_steps"], len(rank["step_seconds"]), rank["prompt_tokens"]) == (3, 3, 8000)
+    assert report["prompt tokens of each row"] == [4000, 4000]
+    a_step = 1 + 2 * text.num_hidden_layers  # embedding, attention, experts
+    assert {what: count["calls"] for what, count in rank["traffic"]["decode"].items()} == {
+        "sum over tp": 3 * a_step, "gather over tp": 3,
+    }  # fmt: skip
+    full = sum(not text.is_sliding(i) for i in range(text.num_hidden_layers))
+    assert rank["memory"]["cache_bytes"] > 2 * 4000 * full * 2 * text.head_dim * 4  # one key/value head, float32
+    err = capsys.readouterr().err
+    assert "8000 tokens unread | median " in err
+    assert max(map(len, err.splitlines())) <= 80
+
+
+def test_a_graphs_collectives_count_once_a_replay():
+    model = parallelize(random_model(text_config()), Mesh.stand_in(Plan(2), 0))
+    traffic = model.mesh.traffic
+    for phase, calls in (("capture", 2), ("decode", 1)):  # what runs beside the graph
+        traffic.phase = phase
+        for _ in range(calls):
+            model.mesh.tp.sum(torch.ones(7))
+    run._count_replays(model, 5)
+    assert traffic.to_dict() == {"decode": {"sum over tp": {"calls": 6, "sent": 6 * 28, "seconds": 0.0}}}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--filled", "--context", 5], "--filled belongs to --graph, expected it there alone"),
+        (["--graph", "--filled", "--tokens", "1"], "--filled belongs to --context, expected it there alone"),
+        (["--graph", "--context", 5, "--step-tokens", 2], "--step-tokens belongs to --filled, expected it there alone"),
+        (["--graph", "--context", 5, "--trace"], "--trace with --graph, expected one of them"),
+        (["--graph", "--context", 5, "--exchange", "all_to_all"], "--exchange all_to_all with --graph"),
+    ],
+    ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
+)
+def test_what_cannot_run_on_a_step_is_said_in_one_line(arguments, message, tmp_path, capsys):
+    line = ["run", "--synthetic", "tiny", *arguments, "--out", tmp_path / "report.json"]
+    assert main([str(word) for word in line]) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert len(err.splitlines()) == 1
 
 
 # ---------------------------------------------------------------- on the kernels

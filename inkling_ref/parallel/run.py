@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
+from statistics import median
 from typing import Any
 from zlib import crc32
 
@@ -25,6 +26,7 @@ import torch.distributed as dist
 from ..chat import Tokenizer, render
 from ..checkpoint import layer_formats
 from ..config import InklingConfig
+from ..decode_step import DecodeStep
 from ..errors import InputError
 from ..model import Inkling
 from ..tensor_files import whole_file
@@ -38,6 +40,7 @@ from .synthetic import synthetic, synthetic_drafter
 
 ALONE = "one rank's compute; collectives modelled, not run"
 _RSS_UNIT = 1 if sys.platform == "darwin" else 1024
+GRAPH = "a step is one CUDA graph; its collectives are counted, not timed, and its pairs of experts are not counted"
 TOGETHER = "all ranks run; seconds in collectives include waiting for other ranks"
 
 
@@ -62,6 +65,9 @@ def main(
     link: Link | None = None,
     timeout: float = 300,
     trace: bool = False,
+    graph: bool = False,
+    filled: bool = False,
+    step_tokens: int = 1,
 ) -> dict[str, Any]:
     """Run and report; rank 0, or the only one, writes `out`.
 
@@ -71,6 +77,9 @@ def main(
             dp groups in runs; a group may have none.
         trace: record when every module and collective began and how long it took; the device is waited for at each,
             which makes the pass slower.
+        graph: decode with fixed addresses (`DecodeStep`), on a GPU as one CUDA graph.
+        filled: of random_tokens with graph: nothing is read, random keys and values stand for what would have been;
+            then max_new_tokens steps of `step_tokens` random ids a row.
 
     Raises:
         InputError: what can be known before the processes meet.
@@ -107,7 +116,10 @@ def main(
             raise InputError(f"--context is {random_tokens[1]}, expected 1 to {longest}: {limit}")
         generator = torch.Generator().manual_seed(0)
         below = min(config.text.unpadded_vocab_size, config.image_token_id if config.vision else 2**31)
-        tokens = torch.randint(below, random_tokens, generator=generator).tolist()
+        if filled:
+            tokens = [[] for _ in range(random_tokens[0])]
+        else:
+            tokens = torch.randint(below, random_tokens, generator=generator).tolist()
     for row, ids in enumerate(tokens):  # longer ones would not be read at all
         if len(ids) > longest:
             raise InputError(f"row {row} has {len(ids)} tokens, expected at most {longest}: {limit}")
@@ -116,6 +128,7 @@ def main(
 
     asked = {"--max-new-tokens": max_new_tokens, "--prefill-chunk": prefill_chunk, "--draft": draft}
     asked |= {"--experts": experts, "--skew": skew, "--device": device}
+    asked |= {"--graph": graph, "--filled": filled and random_tokens, "--step-tokens": step_tokens}
     asked |= {"config": crc32(repr(config).encode()), "tokens": crc32(repr(tokens).encode())}
     with _place(plan, only_rank, device, timedelta(seconds=timeout), asked) as mesh:
         start = time.perf_counter()
@@ -129,7 +142,10 @@ def main(
         rows = split(len(tokens), plan.dp)[model.share.dp_index]
         prompts = [tokens[i] for i in rows] or None
         options = {"max_new_tokens": max_new_tokens, "prefill_chunk": prefill_chunk, "drafter": drafter, **pixels}
-        own = measure(model, prompts, options, trace)
+        if filled:
+            own = measure_filled(model, *random_tokens, max_new_tokens, step_tokens)
+        else:
+            own = measure(model, prompts, options, trace, graph)
         note = TOGETHER if only_rank is None else ALONE
         head = {"rank": mesh.rank, "note": note, "load_seconds": load_seconds}
         own = {**head, "bytes_read": sum(getattr(part, "bytes_read", 0) for part in (model, drafter)), **own}
@@ -146,7 +162,8 @@ def main(
             "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
             "torch": torch.__version__,
             "dtype": str(dtype).removeprefix("torch."),
-            "prompt tokens of each row": [len(row) for row in tokens],
+            "prompt tokens of each row": [random_tokens[1] if filled else len(row) for row in tokens],
+            **({"graph": GRAPH} if graph and device == "cuda" else {}),
             **({} if prompt is None or only_rank is not None else {"answer": tokenizer.decode(ranks[0]["tokens"][0])}),
             "ranks": ranks,
         }
@@ -179,8 +196,13 @@ def summary(report: dict[str, Any]) -> list[str]:
         if rank["tokens"] is None:
             parts.append("no prompts, only experts")
         else:
-            parts.append(f"{rank['prompt_tokens']} tokens in {rank['prefill_seconds']:.3g} s")
-            if rank["decode_steps"]:
+            if "step_seconds" in rank:
+                parts.append(f"{rank['prompt_tokens']} tokens unread")
+            else:
+                parts.append(f"{rank['prompt_tokens']} tokens in {rank['prefill_seconds']:.3g} s")
+            if rank.get("step_seconds"):
+                parts.append(f"median {1000 * median(rank['step_seconds']):.3g} ms a step")
+            elif rank["decode_steps"]:
                 parts.append(f"{1000 * rank['decode_seconds'] / rank['decode_steps']:.3g} ms a step")
         lines.append(" | ".join(parts))
     plan = report["plan"]
@@ -216,9 +238,11 @@ def modelled(traffic: dict[str, dict[str, dict[str, int | float]]], link: Link) 
     }
 
 
-def measure(model: Inkling, prompts: list[list[int]] | None, options: dict, trace: bool) -> dict[str, Any]:
+def measure(
+    model: Inkling, prompts: list[list[int]] | None, options: dict, trace: bool, graph: bool = False
+) -> dict[str, Any]:
     """One generation: tokens, seconds, bytes and work of this rank."""
-    traffic, drafter, caches = model.mesh.traffic, options["drafter"], []
+    traffic, drafter, caches, step = model.mesh.traffic, options["drafter"], [], None
 
     def keep(make: Callable[..., Any]) -> Callable[..., Any]:
         def kept(*sizes: int, **named: int) -> Any:
@@ -230,16 +254,20 @@ def measure(model: Inkling, prompts: list[list[int]] | None, options: dict, trac
     model.new_cache = keep(model.new_cache)
     if drafter is not None:
         drafter.new_context = keep(drafter.new_context)
+    if graph:
+        traffic.phase = "making the step"
+        tokens, taps = (1, None) if drafter is None else (1 + drafter.num_draft_tokens, drafter.config)
+        capacity = max(map(len, prompts)) + options["max_new_tokens"] + tokens
+        step = _ready(DecodeStep(model, len(prompts), capacity, tokens, taps=taps))
     traffic.phase = "prefill"
     events = _events(model) if trace else None
 
     def decoding(row: int, token: int) -> None:
         traffic.phase = "decode"
 
-    result = generate(model, prompts, on_token=decoding, **options)
-    if prompts is None:
-        timing = {}
-    else:
+    result = generate(model, prompts, on_token=decoding, step=step, **options)
+    timing = {}
+    if prompts is not None:
         stats = result.stats
         timing = {
             "prompt_tokens": stats.prompt_tokens,
@@ -249,27 +277,83 @@ def measure(model: Inkling, prompts: list[list[int]] | None, options: dict, trac
             "decode_seconds": stats.decode_seconds,
             "drafting": stats.drafting and asdict(stats.drafting),
         }
+        _count_replays(model, stats.decode_steps)
     parts = [model] if drafter is None else [model, drafter]
-    tensors = [tensor for part in parts for tensor in (*part.parameters(), *part.buffers())]
+    cache_bytes = sum(cache.num_bytes() for cache in caches) + (0 if step is None else step.num_bytes)
+    return {
+        "tokens": None if result is None else result.tokens,
+        **timing,
+        **_holds_and_did(model, parts, cache_bytes),
+        **({"events": events} if trace else {}),
+    }
+
+
+@torch.inference_mode()
+def measure_filled(model: Inkling, rows: int, context: int, steps: int, tokens: int) -> dict[str, Any]:
+    """`steps` steps of random ids after `context` positions that nobody has read: seconds of each, and as `measure`.
+
+    Of a graph, one step more is launched operation by operation, to count pairs of tokens and experts.
+    """
+    model.mesh.traffic.phase = "making the step"
+    step = _ready(DecodeStep(model, rows, context + (steps + 1) * tokens, tokens))
+    step.fill([context] * rows)
+    model.mesh.traffic.phase = "decode"
+    generator = torch.Generator(device=model.device).manual_seed(0)
+    used, seconds = model.config.text.unpadded_vocab_size, []
+    ids = torch.randint(used, (steps + 1, rows, tokens), generator=generator, device=model.device)
+    for some in ids[:steps]:
+        start = waited(model.device)
+        step(some)
+        step.next_tokens()
+        seconds.append(waited(model.device) - start)
+    _count_replays(model, steps)
+    if step.graph is not None:
+        model.mesh.traffic.phase, step.graph = "one step, not a graph", None
+        step(ids[steps])
+    timing = {
+        "prompt_tokens": rows * context, "new_tokens": rows * steps * tokens, "decode_steps": steps,
+        "decode_seconds": sum(seconds), "step_seconds": seconds,
+    }  # fmt: skip
+    return {"tokens": [], **timing, **_holds_and_did(model, [model], step.num_bytes)}
+
+
+def _ready(step: DecodeStep) -> DecodeStep:
+    """On a GPU a step that is captured, with its head."""
+    if step.ids.is_cuda:
+        step.model.mesh.traffic.phase = "capture"
+        step.capture()
+        step.next_tokens()
+        for layer in step.model.llm.layers:
+            layer.mlp.tokens = layer.mlp.pairs = 0
+    return step
+
+
+def _count_replays(model: Inkling, steps: int) -> None:
+    """The collectives of a graph were counted twice, for it runs once before it is captured, and not when it ran."""
+    counts = model.mesh.traffic.counts
+    for phase, what in [key for key in counts if key[0] == "capture"]:
+        count, decode = counts.pop((phase, what)), counts["decode", what]
+        decode.calls, decode.sent = decode.calls + count.calls // 2 * steps, decode.sent + count.sent // 2 * steps
+
+
+def _holds_and_did(model: Inkling, parts: list[torch.nn.Module], cache_bytes: int) -> dict[str, Any]:
+    """Memory, and the work of this rank."""
     memory = {
-        "weight_bytes": sum(t.nbytes for t in tensors),
-        "cache_bytes": sum(cache.num_bytes() for cache in caches),
+        "weight_bytes": sum(t.nbytes for part in parts for t in (*part.parameters(), *part.buffers())),
+        "cache_bytes": cache_bytes,
         "peak_process_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT,
     }
     if model.device.type == "cuda":
         memory["peak_device_bytes"] = torch.cuda.max_memory_allocated()
     share = model.share
     return {
-        "tokens": None if result is None else result.tokens,
-        **timing,
         "memory": memory,
         "passes": dict(model.current.passes),
         "passes cut by tokens": dict(model.current.cut_passes),
-        "traffic": traffic.to_dict(),
+        "traffic": model.mesh.traffic.to_dict(),
         "local experts": [share.local_experts.start, share.local_experts.stop],
         "pairs of tokens and experts, by layer": [int(layer.mlp.pairs) for layer in model.llm.layers],
         "share of the pairs it has seen": _seen_share(model),
-        **({"events": events} if trace else {}),
     }
 
 

@@ -10,33 +10,33 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from ..decode_step import Alone
 from ..errors import InputError
 from ..model import Inkling
 from ..short_conv import ShortConv
-from .layers import ShardedHead
 
 
-class Ranks:
-    """What a step asks of the other ranks of a model: see `decode_step.Alone`."""
+class Ranks(Alone):
+    """What a step asks of the other ranks of a model."""
 
     def __init__(self, model: Inkling) -> None:
         """
         Raises:
             InputError: for groups of ranks with rows of their own, tokens that are sent, or cut.
         """
+        super().__init__(model)
         plan = model.mesh.plan
         for name, value, expected in (
             ("dp", plan.dp, 1), ("exchange", plan.exchange, "all_reduce"), ("sequence", plan.sequence, False),
         ):  # fmt: skip
             if value != expected:
                 raise InputError(f"decode step: {name} is {value}, expected {expected}")
-        self.llm, self.tp, head = model.llm, model.mesh.tp, model.llm.logits
-        assert isinstance(head, ShardedHead)
+        self.tp, head = model.mesh.tp, model.llm.logits
         self.first, self.used = head.first, head.counts[self.tp.rank]
 
     def embedding(self, ids: Int[Tensor, "B T"]) -> tuple[Int[Tensor, "B T"], Float[Tensor, "rows D"]]:
         """The embeddings of these ids, from the ranks that hold them, are a table of their own."""
-        e = self.llm.embed(ids).flatten(0, 1)
+        e = self.model.llm.embed(ids).flatten(0, 1)
         return torch.arange(len(e), device=ids.device).view_as(ids), e
 
     def taps(self, conv: ShortConv) -> Float[Tensor, "D 1 K"]:
@@ -46,7 +46,7 @@ class Ranks:
         return self.tp.sum(partial)
 
     def head(self) -> Float[Tensor, "rows D"]:
-        return self.llm.unembed.weight[: max(self.used, 1)]
+        return self.model.llm.unembed.weight[: max(self.used, 1)]
 
     def best(
         self, token: Int[Tensor, " N"], logit: Float[Tensor, " N"], temperature: float
