@@ -200,10 +200,9 @@ def summary(report: dict[str, Any]) -> list[str]:
                 parts.append(f"{rank['prompt_tokens']} tokens unread")
             else:
                 parts.append(f"{rank['prompt_tokens']} tokens in {rank['prefill_seconds']:.3g} s")
-            if rank.get("step_seconds"):
-                parts.append(f"median {1000 * median(rank['step_seconds']):.3g} ms a step")
-            elif rank["decode_steps"]:
-                parts.append(f"{1000 * rank['decode_seconds'] / rank['decode_steps']:.3g} ms a step")
+            if rank["decode_steps"]:
+                step = median(rank.get("step_seconds") or [rank["decode_seconds"] / rank["decode_steps"]])
+                parts.append(f"{1000 * step:.3g} ms a step")
         lines.append(" | ".join(parts))
     plan = report["plan"]
     if plan["sequence"]:
