@@ -4,8 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from parallel_worker import Case
-from test_parallel import CUT, SEND, WORLDS, compute_alike, end_with_its_message, nano
+from parallel_step_worker import check_steps
+from parallel_worker import Case, start
+from test_parallel import CUT, SEND, WORLDS, compute_alike, end_with_its_message, nano, succeed
+from test_parallel_step import WORLDS as STEPS
 
 from inkling_ref import checkpoint
 from inkling_ref.config import FULL, SLIDING, InklingConfig, TextConfig
@@ -77,6 +79,11 @@ def test_four_layers_of_full_width(size, tmp_path):
             for name, plan in forms(size, size).items()
         ]
     compute_alike(size, cases, tmp_path)
+
+
+@pytest.mark.parametrize("size", [size for size in SIZES if size in STEPS])
+def test_steps_as_graphs_with_their_collectives(size, tmp_path):
+    succeed(start(size, tmp_path, check_steps, STEPS[size], DEVICE))
 
 
 def test_one_gpus_rank_that_fails_brings_all_down_with_its_message(tmp_path):
