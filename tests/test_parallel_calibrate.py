@@ -2,6 +2,7 @@
 
 import json
 from contextlib import redirect_stdout
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -61,8 +62,8 @@ def test_the_command_measures_fits_and_compares(tmp_path):
     assert points["gather", "bfloat16", 7]["sent"] == 7 * 128 * 2 / 2
     assert min(point["eager"] for point in report["points"]) > 0
     assert set(report["fits"]) == {f"{name}, eager" for name in (*NAMES, "layers")}
-    for batch, step in zip((1, 3), report["steps"], strict=True):
-        assert step["batch"] == batch
+    assert [(step["way"], step["batch"]) for step in report["steps"]] == [*product(("layers", "step"), (1, 3))]
+    for step in report["steps"]:
         assert 0 < step["collectives"] < step["seconds"]
         assert min(step["by fits"], step["by link"], step["published"], step["compute"]) > 0
     out = (tmp_path / "stdout-0").read_text()

@@ -13,10 +13,11 @@ NCCL changes its protocol with the size, which no straight line follows.
 
 **Published.** `collectives.Link`'s defaults; of an all-reduce `estimate.all_reduce`.
 
-**A step.** Four layers at Small's sizes (on a CPU: nano) with random packed experts decode on these ranks, launched
-call by call: the seconds of a step, and those that the rank that waits least spends in collectives, from launch to end.
-Beside them the seconds of the same calls by the fits of eager ones, and what `estimate` says with one link fitted to
-reduce_scatter and gather: roofs of an H200, no launches.
+**A step.** Four layers at Small's sizes (on a CPU: nano) with random packed experts decode on these ranks: `layers`,
+launched call by call, and `step`, on a `DecodeStep`, on a GPU as one CUDA graph. First the seconds of a step, and those
+that the rank that waits least spends in collectives, from launch to end. Then on paper: the same calls by the fits;
+`estimate`'s collectives, with one link fitted (to reduce_scatter and gather, or to the all-reduces of a step) and with
+the published one; its computation, by the roofs of an H200 and without launches.
 """
 
 import json
@@ -36,13 +37,14 @@ from torch import Tensor
 
 from ..config import FULL, SLIDING, InklingConfig
 from ..errors import InputError
+from ..model import Inkling
 from ..tensor_files import whole_file
 from .apply import TIMEOUT, Mesh
 from .collectives import Group, Link, entering, moment, seconds_between
 from .estimate import all_reduce, estimate
 from .launch import rank_and_size, variable, world
 from .plan import Plan
-from .run import measure
+from .run import measure, measure_filled
 from .synthetic import synthetic
 
 CALLS, ROUNDS = 20, 9
@@ -200,36 +202,54 @@ def fitted(points: list[dict[str, Any]]) -> dict[tuple[str, str], Fit]:
 def true_steps(
     mesh: Mesh, config: InklingConfig, device: str, fits: dict[tuple[str, str], Fit]
 ) -> list[dict[str, Any]]:
-    """Decoding on these ranks beside its model: seconds of one step, a row for each batch."""
+    """Decoding on these ranks beside its model: seconds of one step, a row for each way and batch."""
     dtype, backend = (torch.bfloat16, "triton") if device == "cuda" else (torch.float32, "torch")
     model = synthetic(config, mesh, device, dtype, backend)
-    of_layers = fits["layers", "eager"]
-    link = Link(of_layers.alpha, 1 / of_layers.beta if of_layers.beta else float("inf"), 1.0)
     ids = torch.randint(config.text.unpadded_vocab_size, (max(BATCHES), CONTEXT), generator=torch.Generator())
     steps: list[dict[str, Any]] = []
-    for batch in BATCHES:
-        for new in (3, STEPS + 1):  # the first time all is compiled
-            mesh.traffic.counts.clear()
-            options = {"max_new_tokens": new, "drafter": None, "eos_token_id": []}
-            own = measure(model, ids[:batch].tolist(), options, trace=False)
-        ranks = [None] * mesh.world.size
-        with entering(mesh.world.ranks, "the reports"):
-            dist.all_gather_object(ranks, own)
-        fitted_link, published = (
-            estimate(config, mesh.plan, 1, CONTEXT + STEPS // 2, batch, link=given, one_shot=False)
-            for given in (link, None)
-        )
-        counts = own["traffic"]["decode"]
-        of_phase = {
-            "seconds": max(rank["decode_seconds"] for rank in ranks),
-            "collectives": min(sum(c["seconds"] for c in rank["traffic"]["decode"].values()) for rank in ranks),
-            "by fits": by_fits(counts, fits),
-        }
-        step = {"batch": batch, **{name: seconds / own["decode_steps"] for name, seconds in of_phase.items()}}
-        step |= {"by link": fitted_link.collective_seconds, "published": published.collective_seconds}
-        step["compute"] = fitted_link.busiest_seconds
-        steps.append(step)
+    for way in ("layers", "step"):
+        for batch in BATCHES:
+            own = _decoded(model, ids[:batch].tolist(), way)
+            ranks = [None] * mesh.world.size
+            with entering(mesh.world.ranks, "the reports"):
+                dist.all_gather_object(ranks, own)
+            row = {"way": way, "batch": batch}
+            steps.append(row | _beside(config, mesh.plan, row, ranks, fits))
     return steps
+
+
+def _decoded(model: Inkling, prompts: list[list[int]], way: str) -> dict[str, Any]:
+    counts = model.mesh.traffic.counts
+    if way == "step":
+        counts.clear()
+        return measure_filled(model, len(prompts), CONTEXT, STEPS, 1)
+    for new in (3, STEPS + 1):  # the first time all is compiled
+        counts.clear()
+        options = {"max_new_tokens": new, "drafter": None, "eos_token_id": []}
+        own = measure(model, prompts, options, trace=False)
+    return own
+
+
+def _beside(
+    config: InklingConfig, plan: Plan, row: dict[str, Any], ranks: list[dict], fits: dict[tuple[str, str], Fit]
+) -> dict[str, float | None]:
+    """Seconds of one step: measured, and on paper."""
+    is_step, counts = row["way"] == "step", ranks[0]["traffic"]["decode"]
+    way = "graph" if is_step and ("sum", "graph") in fits else "eager"
+    alpha, beta, _ = fits["sum" if is_step else "layers", way]  # a step adds up in one call
+    links = Link(alpha, 1 / beta if beta else float("inf"), 1.0), Link()
+    by_link, published = (
+        estimate(config, plan, 1, CONTEXT + STEPS // 2, row["batch"], link=link, one_shot=is_step) for link in links
+    )
+    waited = min(sum(count["seconds"] for count in rank["traffic"]["decode"].values()) for rank in ranks)
+    return {
+        "seconds": max(rank["decode_seconds"] for rank in ranks) / STEPS,
+        "collectives": waited / STEPS if way == "eager" else None,  # nobody sees those of a graph
+        "by fits": by_fits(counts, fits, way) / STEPS,
+        "by link": by_link.collective_seconds,
+        "published": published.collective_seconds,
+        "compute": by_link.busiest_seconds,
+    }
 
 
 def by_fits(counts: dict[str, dict[str, int | float]], fits: dict[tuple[str, str], Fit], way: str = "eager") -> float:
@@ -263,7 +283,8 @@ def table(report: dict[str, Any]) -> str:
         lines.append(f"{NAMES.get(kind, kind) + ', ' + way:26}{1e6 * of['alpha']:10.1f}{speed:>10}{of['off']:18.0%}")
     lines += ["", "ms of a step, and in collectives; on paper: those, three ways, and computation"]
     columns = ("seconds", "collectives", "by fits", "by link", "published", "compute")
-    lines.append(f"{'batch':8}" + "".join(f"{name:>12}" for name in columns))
+    lines.append(f"{'':7}{'batch':5}" + "".join(f"{name:>11}" for name in columns))
     for step in report["steps"]:
-        lines.append(f"{step['batch']:<8}" + "".join(f"{1e3 * step[name]:12.3f}" for name in columns))
+        cells = ("" if step[name] is None else f"{1e3 * step[name]:.3f}" for name in columns)
+        lines.append(f"{step['way']:7}{step['batch']:5}" + "".join(f"{cell:>11}" for cell in cells))
     return "\n".join(lines)
