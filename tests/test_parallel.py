@@ -372,6 +372,10 @@ LONE = ["--context", 5, "--tp", 2, "--only-rank", 0]
             "1 processes, expected tp 2 x dp 1 = 2: torchrun --nproc-per-node 2, or --only-rank",
         ),
         (["--tp", 2, "--context", 5, "--only-rank", 2], "rank 2, expected 0 <= rank < 2"),
+        (
+            ["--dp", 2, "--context", 5, "--only-rank", 1],
+            "--only-rank 1: 1 rows leave none to its group, expected 2 or more (dp)",
+        ),
         (["--prompt", "x"], "--prompt needs a tokenizer"),
         (["--context", 5, "--tokens", "1"], "expected one of --prompt, --tokens and --context"),
         (["--tokens", "1,2", "--batch", 2], "--batch is for --context"),

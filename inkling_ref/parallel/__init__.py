@@ -10,5 +10,6 @@ generation   generate on a world: seeds, verdicts on drafts, groups that finish 
 launch       a process of a world: it joins, and ends with all others when one fails
 synthetic    weights made on the device, for a rank whose checkpoint is not at hand
 run          `inkling-ref run`
+calibrate    `inkling-ref bench collectives`: what they take here, beside the cost model
 estimate     bytes, FLOPs, collectives and memory of a rank, on paper
 """

@@ -131,6 +131,10 @@ def main(
     asked |= {"--graph": graph, "--filled": filled and random_tokens, "--step-tokens": step_tokens}
     asked |= {"config": crc32(repr(config).encode()), "tokens": crc32(repr(tokens).encode())}
     with _place(plan, only_rank, device, timedelta(seconds=timeout), asked) as mesh:
+        rows = split(len(tokens), plan.dp)[mesh.rank // plan.tp]
+        if only_rank is not None and not rows:  # in a world it would work for the other groups; alone it does nothing
+            some = f"{plan.dp} or more (dp)"
+            raise InputError(f"--only-rank {only_rank}: {len(tokens)} rows leave none to its group, expected {some}")
         start = time.perf_counter()
         if checkpoint:
             model = load(checkpoint, mesh, device, dtype, backend)
@@ -139,7 +143,6 @@ def main(
             model = synthetic(config, mesh, device, dtype, backend, experts, skew)
             drafter = synthetic_drafter(model) if draft else None
         load_seconds = time.perf_counter() - start
-        rows = split(len(tokens), plan.dp)[model.share.dp_index]
         prompts = [tokens[i] for i in rows] or None
         options = {"max_new_tokens": max_new_tokens, "prefill_chunk": prefill_chunk, "drafter": drafter, **pixels}
         if filled:
