@@ -281,7 +281,7 @@ def table(report: dict[str, Any]) -> str:
         kind, way = name.split(", ")
         speed = f"{1e-9 / of['beta']:.1f}" if of["beta"] else "any"
         lines.append(f"{NAMES.get(kind, kind) + ', ' + way:26}{1e6 * of['alpha']:10.1f}{speed:>10}{of['off']:18.0%}")
-    lines += ["", "ms of a step, and in calls of collectives; on paper: those, three ways; computation"]
+    lines += ["", "ms of a step, and in collectives; on paper: those, three ways, and computation"]
     heads = ("whole", "in calls", "by fits", "by link", "published", "compute")
     columns = ("seconds", "collectives", "by fits", "by link", "published", "compute")
     lines.append(f"{'':7}{'batch':5}" + "".join(f"{head:>11}" for head in heads))
