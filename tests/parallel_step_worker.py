@@ -5,14 +5,17 @@ from dataclasses import dataclass, field
 
 import torch
 from helpers import random_ids, random_model, relative_rms
+from parallel_draft_worker import random_drafter
 from parallel_worker import SHORT, TOLERANCE, joined, prompts
 from torch import Tensor
 
 from inkling_ref import generation
 from inkling_ref.config import InklingConfig
 from inkling_ref.decode_step import DecodeStep
+from inkling_ref.draft_config import DSparkConfig
 from inkling_ref.model import Inkling
 from inkling_ref.parallel.apply import Mesh, parallelize
+from inkling_ref.parallel.drafter import adopt
 from inkling_ref.parallel.generation import generate
 from inkling_ref.parallel.plan import Plan
 
@@ -25,9 +28,10 @@ class StepCase:
     prompts: list[list[int]] = field(default_factory=lambda: prompts(range(3)))
 
 
-def step_of(model: Inkling, rows: int, capacity: int, tokens: int) -> DecodeStep:
+def step_of(model: Inkling, rows: int, capacity: int, tokens: int, taps: DSparkConfig | None = None) -> DecodeStep:
     """On a GPU a graph, if the model is a rank's part."""
-    step = DecodeStep(model, rows, capacity, tokens, page=64 if model.device.type == "cuda" else 16)
+    page = 64 if model.device.type == "cuda" else 16
+    step = DecodeStep(model, rows, capacity, tokens, page=page, taps=taps)
     if model.device.type == "cuda" and hasattr(model, "share"):
         step.capture()
     return step
@@ -66,3 +70,9 @@ def check_steps(rank: int, cases: list[StepCase], device: str = "cpu") -> None:
                 expected = generation.generate(whole, case.prompts, 9, **options).tokens
                 tokens = generate(part, case.prompts, max_new_tokens=9, step=step, **options).tokens
                 assert tokens == expected, f"{case.name}: {tokens}, expected {expected}"
+            plain = generation.generate(whole, case.prompts, 9).tokens
+            drafter = adopt(random_drafter(part, num_attention_heads=4).to(device))
+            step = step_of(part, len(case.prompts), 60, 1 + drafter.num_draft_tokens, drafter.config)
+            result = generate(part, case.prompts, max_new_tokens=9, drafter=drafter, step=step)
+            assert result.tokens == plain, f"{case.name}, drafts: {result.tokens}, expected {plain}"
+            assert sum(result.stats.drafting.checked) > 0
