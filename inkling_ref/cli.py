@@ -628,9 +628,10 @@ def run(
             if value is not None:
                 raise InputError(f"run: {option} belongs to {wanted}, expected it there alone")
     others = {"--draft": draft and filled, "--trace": trace, "--dp": dp > 1, "--sequence": sequence}
+    on_step = "--filled" if filled else "--graph"
     for option, given in others.items():
         if graph and given:
-            raise InputError(f"run: {option} with {'--filled' if filled else '--graph'}, expected one of them")
+            raise InputError(f"run: {option} with {on_step}, expected one without the other")
     if graph and exchange != "all_reduce":
         raise InputError(f"run: --exchange {exchange} with --graph, expected all_reduce")
     if sequence and tp == 1:

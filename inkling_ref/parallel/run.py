@@ -17,6 +17,7 @@ from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
+from textwrap import wrap
 from typing import Any
 from zlib import crc32
 
@@ -217,7 +218,7 @@ def summary(report: dict[str, Any]) -> list[str]:
         link, phases = report["link"], report["modelled collective seconds"]
         of_phases = ", ".join(f"{seconds:.3g} s of {phase}" for phase, seconds in phases.items() if phase != "note")
         at = f"{1e6 * link['alpha']:g} us a call, {link['usable']:.0%} of {link['bandwidth'] / 1e9:g} GB/s"
-        lines += [report["note"], f"modelled, on top: {of_phases}", f"  at {at}"]
+        lines += [report["note"], *wrap(f"modelled, on top: {of_phases}", 80, subsequent_indent="  "), f"  at {at}"]
     return lines
 
 
