@@ -181,6 +181,7 @@ def test_seconds_on_a_gpu_are_those_of_its_work_not_of_the_launch(monkeypatch):
     """There is no GPU here: a false one, whose collectives take 2 s after the host has left them."""
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: synchronised.append(device))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     synchronised, heard, device = [], [], torch.device("cuda", 1)
     group = Group("tp", 2, 0, Traffic(phase="prefill"))
 
