@@ -7,13 +7,14 @@ process computes with the whole model is computed once, before, and lies in a fi
 import ctypes
 import multiprocessing
 import os
+import random
 import re
 import signal
 import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, redirect_stderr, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import pairwise, product
@@ -93,9 +94,12 @@ def joined(rank: int, plan: Plan, device: str = "cpu", timeout: timedelta = SHOR
 
 
 def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """Of those that no system gives to outgoing connections: another test could have it before rank 0 listens."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_000)  # tests beside this one share the seed of `random`
+        with socket.socket() as s, suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
 
 
 def _rank(rank: int, size: int, port: int, file: Path, function, arguments: tuple) -> None:
