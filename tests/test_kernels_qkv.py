@@ -160,5 +160,6 @@ REFUSED = {  # T, K, N and the message
 @pytest.mark.parametrize(("T", "K", "N", "message"), REFUSED.values(), ids=REFUSED)
 def test_a_state_is_refused(T, K, N, message):
     tensors, arguments, cache = case(1, T, 2, 1, 8, 3, K=K, N=N)
+    tensors = {name: t.to(DEVICE) for name, t in tensors.items()}
     with pytest.raises(InputError, match=f"^triton prepare_qkv: {message}"):
         outputs(qkv.prepare_qkv, tensors, arguments, cache, torch.float32)

@@ -194,7 +194,7 @@ def quotients(x_ptr, u_ptr, q_ptr, BLOCK: tl.constexpr):
 @triton.jit
 def quick(x_ptr, scale_ptr, v_ptr, squares_ptr, outer, BLOCK: tl.constexpr):
     i, eight = tl.arange(0, BLOCK), tl.arange(0, 8)[None, :]
-    x, y = (kernel_eight(x_ptr, i * 16 + half, i < BLOCK) for half in (0, 8))
+    x, y = kernel_eight(x_ptr, i * 16, i < BLOCK), kernel_eight(x_ptr, i * 16 + 8, i < BLOCK)
     v, w, squares = kernel_quickly(x, y, tl.load(scale_ptr + i) * (64 * outer))
     tl.store(v_ptr + i[:, None] * 16 + eight, v * 64)
     tl.store(v_ptr + i[:, None] * 16 + 8 + eight, w * 64)

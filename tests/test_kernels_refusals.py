@@ -5,6 +5,7 @@ gradient; every size of every op is made 0. A call is refused, in one line, or i
 the reference may not raise.
 """
 
+import math
 import re
 from collections import Counter
 from typing import NamedTuple
@@ -177,7 +178,7 @@ OPS = {
         INDICES, empty="B",
     ),
     "prepare_qkv, full": Op(
-        qkv.prepare_qkv, fused.prepare_qkv, prepared, HEADS | {"K": 4, "N": 5, "P": 6, "pages": 3},
+        qkv.prepare_qkv, fused.prepare_qkv, prepared, HEADS | {"K": 4, "N": 5, "P": 9, "pages": 3},
         PROJECTIONS | PAGES | {
             "k_taps": "K G*d", "v_taps": "K G*d", "k_dynamic": "B T G K", "v_dynamic": "B T G K", "positions": "B T"
         },
@@ -196,7 +197,7 @@ OPS = {
         QUERIES | {"keys": "B G S d", "values": "B G S d", "lengths": "B"}, {"lengths": INT32},
     ),
     "attend_cache, pages": Op(
-        decode.attend_cache, fused.attend_cache, plain, HEADS | {"X": 4, "S": 64, "P": 5, "pages": 2},
+        decode.attend_cache, fused.attend_cache, plain, HEADS | {"X": 4, "S": 64, "P": 6, "pages": 2},
         QUERIES | PAGES | {"lengths": "B"}, {"lengths": INT32, "table": INT32},
     ),
 }  # fmt: skip
@@ -209,8 +210,10 @@ def letters_of(op):
 
 
 def tensor_of(op, tensor, shape):
-    """Numbers; the same for the same shape. Integers are 0."""
+    """Numbers; the same for the same shape. Integers are 0, but for a table's, which name different pages."""
     dtype = op.dtypes.get(tensor, torch.float32)
+    if tensor == "table":
+        return torch.arange(math.prod(shape), dtype=dtype).view(shape)
     if dtype in (INT, INT32):
         return torch.zeros(shape, dtype=dtype)
     values = torch.randn(shape, generator=torch.Generator().manual_seed(len(tensor)))

@@ -88,7 +88,7 @@ def _project(
         acc = tl.dot(w, tl.permute(x, (0, 2, 1)), acc)
         x = ahead
     y = ways_added(acc, WAYS).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + tokens[None, :] * out_n + rows[:, None], y, mask=(rows[:, None] < count) & (tokens[None, :] < N))
+    tl.store(out_ptr + tokens[None, :] * out_n + rows[:, None], y, mask=mine[:, None] & (tokens[None, :] < N))
 
 
 def choose_tile(N: int, counts: list[int], device: torch.device) -> Tile:
