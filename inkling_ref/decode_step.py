@@ -139,22 +139,22 @@ class LayerState:
         pages, slots = self.ring(positions.clamp(min=0))
         return [place[pages, :, slots].transpose(1, 2) for place in (self.keys, self.values)]
 
-    def keep(
-        self,
-        ends: Int[Tensor, " B"],
-        count: int,
-        keys: Float[Tensor, "B G S d"],
-        values: Float[Tensor, "B G S d"],
-        first: Int[Tensor, " B"],
-    ) -> None:
-        """Put each row's last `count` positions into its ring; position p stands in slot p - first[b] of keys, values.
+    def targets(
+        self, ends: Int[Tensor, " B"], count: int, first: Int[Tensor, " B"], slots: int
+    ) -> tuple[Int[Tensor, "B count"], ...]:
+        """Where each row's last `count` positions go, page and slot, and whence: row, and slot p - first[b] of `slots`.
 
-        A row that has fewer writes its position 0 several times.
+        A row that has fewer names its position 0 several times.
         """
         positions = (ends[:, None] - count + torch.arange(count, device=ends.device)).clamp(min=0)
-        pages, slots = self.ring(positions)
-        rows = torch.arange(len(ends), device=ends.device)[:, None]
-        source = (positions - first[:, None]).clamp(max=keys.shape[2] - 1)
+        rows = torch.arange(len(ends), device=ends.device)[:, None].expand_as(positions)
+        return *self.ring(positions), rows, (positions - first[:, None]).clamp(max=slots - 1)
+
+    def put(
+        self, targets: tuple[Int[Tensor, "B m"], ...], keys: Float[Tensor, "B G S d"], values: Float[Tensor, "B G S d"]
+    ) -> None:
+        """Copy keys and values to `targets`."""
+        pages, slots, rows, source = targets
         for place, new in ((self.keys, keys), (self.values, values)):
             place[pages, :, slots] = new[rows, :, source]
 
@@ -164,31 +164,40 @@ class Prompt:
 
     def __init__(self, begins: list[int], counts: list[int], T: int, device: torch.device) -> None:
         self.starts, self.T = begins, T
+        # Here, before there is work: a copy to the device waits for all that was launched.
         self.begins, self.counts = (torch.tensor(n, device=device) for n in (begins, counts))
         self.is_padded = any(count < T for count in counts)
+        self.kept: dict[int, tuple[Tensor, ...]] = {}  # `LayerState.targets` by window, the same in all layers
 
-    def open(self, state: LayerState, window: int | None) -> tuple[Tensor, Tensor, list[int], list[int]]:
-        """Keys and values of a layer with room for this call's; for each row the slot of token 0, and the first used.
+    def open(
+        self, state: LayerState, window: int | None
+    ) -> tuple[Tensor, Tensor, Int[Tensor, " B"], list[int], list[int]]:
+        """Keys and values of a layer with room for this call's; for each row the slot of token 0, on the device and on
+        the host, and the first slot that is used.
 
         In a sliding layer a copy: the ring is too short for what the first tokens see and the last ones write.
         """
         B, T = len(self.starts), self.T
         if window is None:
             end = max(self.starts) + T
-            return state.keys[:, :, :end], state.values[:, :, :end], self.starts, [0] * B
+            return state.keys[:, :, :end], state.values[:, :, :end], self.begins.int(), self.starts, [0] * B
         past = min(window - 1, max(self.starts))
+        lengths = torch.full((B,), past, dtype=torch.int32, device=self.begins.device)
         _, G, _, d = state.keys.shape
         keys, values = (state.keys.new_empty(B, G, past + T, d) for _ in range(2))
         for place, old in zip((keys, values), state.window(self.begins, past), strict=True):
             place[:, :, :past] = old
-        return keys, values, [past] * B, [max(0, past - n) for n in self.starts]
+        return keys, values, lengths, [past] * B, [max(0, past - n) for n in self.starts]
 
     def close(self, state: LayerState, window: int | None, keys: Tensor, values: Tensor) -> None:
         """Put what later calls may see into its places."""
-        if window is not None:
-            past = keys.shape[2] - self.T
-            count = min(window - 1, keys.shape[2])
-            state.keep(self.begins + self.counts, count, keys, values, self.begins - past)
+        if window is None:
+            return
+        if window not in self.kept:
+            slots = keys.shape[2]
+            ends, first = self.begins + self.counts, self.begins - (slots - self.T)
+            self.kept[window] = state.targets(ends, min(window - 1, slots), first, slots)
+        state.put(self.kept[window], keys, values)
 
 
 @contextmanager
@@ -244,11 +253,10 @@ class DecodeStep:
         self.model, self.capacity, self.tokens, self.page, self.tapped = model, capacity, tokens, page, taps
         self.ops = step_backend(model.backend) if ops is None else ops
         self.ranks = model.ranks() if hasattr(model, "ranks") else Alone(model)
-        config, device = model.config.text, model.device
+        device = model.device
         sizes = batch_size, capacity, tokens, page
         self.layers = [LayerState(layer, self.ranks, *sizes) for layer in model.llm.layers]
-        like = {"dtype": model.dtype, "device": device}
-        self.blocks, self.partial = self._depth(torch.empty(batch_size, tokens, config.hidden_size, **like))
+        self.blocks, self.partial = self._depth(batch_size, tokens)
         self.ids = torch.zeros(batch_size, tokens, dtype=torch.int64, device=device)
         self.lengths, self.rejected = (torch.zeros(batch_size, dtype=torch.int32, device=device) for _ in range(2))
         self.seeds = torch.zeros(batch_size, dtype=torch.int64, device=device)
@@ -258,10 +266,11 @@ class DecodeStep:
         self.head: tuple[float, torch.cuda.CUDAGraph, Tensor] | None = None  # a temperature's, and where its ids are
         self.reset()
 
-    def _depth(self, e: Float[Tensor, "B T D"]) -> tuple[Float[Tensor, "B T n D"], Float[Tensor, "B T D"]]:
+    def _depth(self, B: int, T: int) -> tuple[Float[Tensor, "B T n D"], Float[Tensor, "B T D"]]:
         """Room for the depth state of a call: completed blocks, and the running sum."""
-        (B, T, D), n = e.shape, sum(layer.starts_block for layer in self.model.llm.layers)
-        return e.new_empty(B, T, n, D), torch.empty_like(e, dtype=wide(e[:0]).dtype)
+        D, n = self.model.config.text.hidden_size, sum(layer.starts_block for layer in self.model.llm.layers)
+        blocks = torch.empty(B, T, n, D, dtype=self.model.dtype, device=self.model.device)
+        return blocks, torch.empty(B, T, D, dtype=wide(blocks[:0]).dtype, device=self.model.device)
 
     @torch.inference_mode()
     def reset(self) -> None:
@@ -344,7 +353,8 @@ class DecodeStep:
             else:
                 slots = old.keys.slots
                 starts = torch.tensor(slots.starts, device=self.ids.device)
-                state.keep(lengths, min(slots.history, cache.length), old.keys.data, old.values.data, starts)
+                count, stop = min(slots.history, cache.length), old.keys.data.shape[2]
+                state.put(state.targets(lengths, count, starts, stop), old.keys.data, old.values.data)
             for name in CONVOLUTIONS:
                 tail, place = getattr(old, name), getattr(state, name)
                 place.copy_(last(tail.data, tail.slots, cache.lengths, place.shape[1]))
@@ -383,11 +393,15 @@ class DecodeStep:
         if max(self.ends) + T > self.capacity:
             raise InputError(f"decode step: {self.capacity} positions, expected room for {max(self.ends)} and {T} more")
         model, llm, prompt = self.model, self.model.llm, Prompt(self.ends, counts, T, ids.device)
-        e = model._place_images(llm.embed_tokens(ids), ids, image_features, counts, None)
-        blocks, partial = self._depth(e)
-        partial.copy_(e)
         eps, norms = model.config.text.rms_norm_eps, input_norms(llm.layers[0])
-        inputs = self.ops.mix_and_norm(e[:, :, None], None, norms, eps, model.dtype)
+        blocks, partial = self._depth(B, T)
+        rows, table = self.ranks.embedding(ids)
+        inputs = self.ops.embed_and_norm(rows, table, llm.embed_norm.weight, partial, norms, eps)
+        e = inputs[0] if image_features is None else partial.to(model.dtype)  # without images only counted, not read
+        placed = model._place_images(e, ids, image_features, counts, None)
+        if placed is not e:
+            partial.copy_(placed)
+            inputs = self.ops.mix_and_norm(placed[:, :, None], None, norms, eps, model.dtype)
         hidden = self._layers(inputs, blocks, partial, prompt)
         self._begin([n + count for n, count in zip(self.ends, counts, strict=True)])
         return hidden[torch.arange(B, device=ids.device), (prompt.counts - 1).clamp(min=0)]
@@ -575,8 +589,8 @@ class DecodeStep:
             dynamic = {"k_dynamic": k_dynamic.unflatten(-1, shape), "v_dynamic": v_dynamic.unflatten(-1, shape)}
         keys, values, lengths, table, rejected = state.keys, state.values, self.lengths, state.table, self.rejected
         if prompt is not None:
-            keys, values, offsets, first_keys = prompt.open(state, a.window)
-            lengths, table, rejected = torch.tensor(offsets, dtype=torch.int32).to(q.device), None, None
+            keys, values, lengths, offsets, first_keys = prompt.open(state, a.window)
+            table, rejected = None, None
         with rolled(state.key_value_conv, (k, v), prompt):
             q, r = ops.prepare_qkv(
                 q, r, k, v, attn.q_l2_clip.scale, attn.rel_l2_clip.scale, k_taps, v_taps, attn.qk_threshold,
