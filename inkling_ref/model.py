@@ -105,9 +105,9 @@ class TextModel(nn.Module):
     def forward(self, e: Float[Tensor, "B T D"], step: Step, cache: Cache | None = None) -> Float[Tensor, "B T D"]:
         """From normed embeddings to the hidden state that enters the unembedding."""
         depth = DepthState.start(e)
-        attention_queries = [None, *self.attn_res.attn_queries]  # layer 0 has one source: nothing to mix
         caches = [None] * len(self.layers) if cache is None else cache.layers
-        for layer, q, m, c in zip(self.layers, attention_queries, self.attn_res.mlp_queries, caches, strict=True):
+        for i, (layer, m, c) in enumerate(zip(self.layers, self.attn_res.mlp_queries, caches, strict=True)):
+            q = self.attn_res.attn_queries[i - 1] if i else None  # layer 0 has one source: nothing to mix
             depth = layer(depth, q, m, step, c)
         query, eps = self.attn_res.output_query, self.config.rms_norm_eps
         return self.ops.mix_and_norm(depth.sources(), query, [self.norm.weight], eps, e.dtype)[0]
