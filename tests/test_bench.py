@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import random_model, unchecked
+from helpers import unchecked
 
 from inkling_ref import checkpoint, cli
 from inkling_ref.config import FULL, SLIDING, InklingConfig, TextConfig
@@ -262,8 +262,7 @@ def test_what_is_compiled_gives_the_same(bench):
 @torch.inference_mode()
 def test_a_step_of_nano_has_a_head(bench, monkeypatch):
     """All of them choose a token, and the head counts as what must be read; pictures are left out."""
-    model, case = random_model(dtype=torch.bfloat16), Case(1, 50)
-    monkeypatch.setattr(checkpoint, "load", lambda *_, **__: model)
+    model, case = checkpoint.load(step.NANO, dtype=torch.bfloat16), Case(1, 50)
     monkeypatch.setattr(step, "CASES", (case,))
     step.bench_step(bench, "torch", torch.bfloat16, "cpu")
     rows = bench.rows()

@@ -9,7 +9,7 @@ $$ \textstyle\sum_e \lceil n_e / \mathrm{slots} \rceil \le
    \lfloor (N k + (\mathrm{slots} - 1) \min(E, N k)) / \mathrm{slots} \rfloor $$
 
    so that launches do not depend on routes, and a CUDA graph can hold them. Programs of unused items end at once; an
-   expert that nobody chose is in none.
+   expert that nobody chose is in none, and neither is a pair of another rank's expert (`of_rank`).
 
 2. The first product with SwiGLU makes a row [I] of each pair; the second, times the routing weight, a float32 row [D].
 
@@ -42,6 +42,7 @@ from .packing import ROWS, is_packed, packed_layout
 
 DENSE, NVFP4, MXFP8 = 0, 1, 2  # how a matrix is stored, as the kernels count
 FEW = 256  # tokens up to which memory is the limit
+FEW_PAIRS = 4096  # what `_plan` takes
 OFFSETS, GRID_ROWS = 2**31, 65_535  # what fits: elements in an offset of the kernels, rows in a grid
 Rates = tuple[float, float, float]  # what `swiglu` takes for its caps
 Quantize = Callable[[Tensor], Tensor] | None
@@ -49,44 +50,111 @@ Quantize = Callable[[Tensor], Tensor] | None
 
 @triton.jit
 @no_type_check
+def _local(ids, first, E):
+    """Experts counted from the first one that is here, -1 for those of other ranks."""
+    ids = ids.to(tl.int32) - first
+    return tl.where((ids >= 0) & (ids < E), ids, -1)
+
+
+@triton.jit
+@no_type_check
 def _plan(
-    id_ptr, expert_ptr, slot_ptr, P, ITEMS, E,
+    id_ptr, expert_ptr, slot_ptr, P, ITEMS, first, E,
     SLOTS: tl.constexpr, BLOCK: tl.constexpr, PADDED_E: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Items of one expert: its pairs, SLOTS an item; the last expert fills what is left of the list."""
+    """Items of one expert, of at most BLOCK pairs of all; the last expert fills what is left of the list."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()  # they wait for the end of this kernel, but need not be launched then
     expert = tl.program_id(0)
-    block, experts = tl.arange(0, BLOCK), tl.arange(0, PADDED_E)
-    count, lead = 0, P
-    for start in range(0, P, BLOCK):
-        pairs = start + block
-        mine = tl.load(id_ptr + pairs, mask=pairs < P, other=-1) == expert
-        count += tl.sum(mine.to(tl.int32), 0)
-        lead = tl.minimum(lead, tl.min(tl.where(mine, pairs, P), 0))
+    pairs, experts = tl.arange(0, BLOCK), tl.arange(0, PADDED_E)
+    ids = _local(tl.load(id_ptr + pairs, mask=pairs < P, other=-1), first, E)
+    mine = (ids == expert).to(tl.int32)
+    count = tl.sum(mine, 0)
     if (count > 0) | (expert == E - 1):
-        counts = tl.zeros([PADDED_E], tl.int32)
-        for start in range(0, P, BLOCK):
-            ids = tl.load(id_ptr + start + block, mask=start + block < P, other=-1).to(tl.int32)
-            counts += tl.histogram(tl.where(ids < 0, PADDED_E - 1, ids), PADDED_E)
-        first = tl.sum(tl.where(experts < expert, (counts + SLOTS - 1) // SLOTS, 0), 0)
-        slots, done = slot_ptr + first * SLOTS, 0
-        for start in range(0, P, BLOCK):
-            pairs = start + block
-            mine = (tl.load(id_ptr + pairs, mask=pairs < P, other=-1) == expert).to(tl.int32)
-            tl.store(slots + done + tl.cumsum(mine, 0) - 1, pairs, mask=mine > 0)
-            done += tl.sum(mine, 0)
-        last = (count + SLOTS - 1) // SLOTS
+        counts = tl.histogram(tl.where(ids < 0, PADDED_E - 1, ids), PADDED_E)
+        item = tl.sum(tl.where(experts < expert, (counts + SLOTS - 1) // SLOTS, 0), 0)
+        tl.store(slot_ptr + item * SLOTS + tl.cumsum(mine, 0) - 1, pairs, mask=mine > 0)
+        lead, last = tl.min(tl.where(mine > 0, pairs, P), 0), (count + SLOTS - 1) // SLOTS
         rest = count // SLOTS * SLOTS + tl.arange(0, SLOTS)
-        tl.store(slots + rest, ~lead + tl.zeros([SLOTS], tl.int32), mask=(rest >= count) & (rest < last * SLOTS))
-        for start in range(0, last, BLOCK):
-            tl.store(
-                expert_ptr + first + start + block, expert + tl.zeros([BLOCK], tl.int32), mask=start + block < last
-            )
+        empty = (rest >= count) & (rest < last * SLOTS)
+        tl.store(slot_ptr + item * SLOTS + rest, ~lead + tl.zeros([SLOTS], tl.int32), mask=empty)
+        tl.store(expert_ptr + item + pairs, expert + tl.zeros([BLOCK], tl.int32), mask=pairs < last)
         if expert == E - 1:
-            for start in range(first + last, ITEMS, BLOCK):
-                tl.store(expert_ptr + start + block, tl.full([BLOCK], -1, tl.int32), mask=start + block < ITEMS)
+            for start in range(item + last, ITEMS, BLOCK):
+                tl.store(expert_ptr + start + pairs, tl.full([BLOCK], -1, tl.int32), mask=start + pairs < ITEMS)
+
+
+@triton.jit
+@no_type_check
+def _count(id_ptr, count_ptr, P, STEPS, first, E, BLOCK: tl.constexpr, PADDED_E: tl.constexpr):
+    """Pairs of every expert in STEPS blocks; in the last column those that are of none."""
+    program, experts = tl.program_id(0), tl.arange(0, PADDED_E)
+    counts = tl.zeros([PADDED_E], tl.int32)
+    for step in range(STEPS):
+        pairs = (program * STEPS + step) * BLOCK + tl.arange(0, BLOCK)
+        ids = _local(tl.load(id_ptr + pairs, mask=pairs < P, other=-1), first, E)
+        counts += tl.histogram(tl.where(ids < 0, PADDED_E - 1, ids), PADDED_E)
+    tl.store(count_ptr + program * PADDED_E + experts, counts)
+
+
+@triton.jit
+@no_type_check
+def _place(
+    id_ptr, count_ptr, expert_ptr, slot_ptr, P, STEPS, ITEMS, first, E,
+    SLOTS: tl.constexpr, BLOCK: tl.constexpr, PADDED_E: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The pairs of STEPS blocks into their slots, after those that other programs have counted before them.
+
+    An item's first pair writes the item's expert, and an expert's first pair the empty slots of its last item.
+    """
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    block, experts, rows = tl.arange(0, BLOCK), tl.arange(0, PADDED_E), tl.arange(0, ROWS)
+    total, seen = tl.zeros([ROWS, PADDED_E], tl.int32), tl.zeros([ROWS, PADDED_E], tl.int32)
+    for row in range(0, programs, ROWS):
+        at = (row + rows)[:, None]
+        counts = tl.load(count_ptr + at * PADDED_E + experts[None, :], mask=at < programs, other=0)
+        total += counts
+        seen += tl.where(at < program, counts, 0)
+    total, seen = tl.sum(total, 0), tl.sum(seen, 0)
+    items = tl.where(experts < E, (total + SLOTS - 1) // SLOTS, 0)
+    begin = (tl.cumsum(items, 0) - items) * SLOTS
+    for step in range(STEPS):
+        start = (program * STEPS + step) * BLOCK
+        pairs = start + block
+        ids = _local(tl.load(id_ptr + pairs, mask=pairs < P, other=-1), first, E)
+        earlier = tl.zeros([BLOCK, COLUMNS], tl.int32)  # pairs of the same expert in this block
+        for column in range(start, start + BLOCK, COLUMNS):
+            others = column + tl.arange(0, COLUMNS)
+            their = _local(tl.load(id_ptr + others, mask=others < P, other=-1), first, E)
+            earlier += ((ids[:, None] == their[None, :]) & (others[None, :] < pairs[:, None])).to(tl.int32)
+        mine, bins = ids >= 0, tl.where(ids < 0, PADDED_E - 1, ids)
+        order = tl.gather(seen, bins, 0) + tl.sum(earlier, 1)
+        place, count = tl.gather(begin, bins, 0), tl.gather(total, bins, 0)
+        tl.store(slot_ptr + place + order, pairs, mask=mine)
+        tl.store(expert_ptr + (place + order) // SLOTS, ids, mask=mine & (order % SLOTS == 0))
+        leads = mine & (order == 0)
+        if tl.max(leads.to(tl.int32), 0) > 0:
+            for empty in range(1, SLOTS):
+                slot = count - 1 + empty
+                tl.store(slot_ptr + place + slot, ~pairs, mask=leads & (slot // SLOTS == (count - 1) // SLOTS))
+        seen += tl.histogram(bins, PADDED_E)
+    for start in range(tl.sum(items, 0) + program * BLOCK, ITEMS, programs * BLOCK):
+        tl.store(expert_ptr + start + block, tl.full([BLOCK], -1, tl.int32), mask=start + block < ITEMS)
+
+
+@triton.jit
+@no_type_check
+def _swap(
+    x_ptr, out_ptr, total, K,
+    COLUMNS: tl.constexpr, FROM: tl.constexpr, TO: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Chunks (FROM, TO, 2) of rows of K numbers, filled with zeros to COLUMNS, as (TO, FROM, 2)."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    column = i % COLUMNS
+    x = tl.load(x_ptr + i // COLUMNS * K + column, mask=(i < total) & (column < K), other=0.0)
+    x = tl.permute(tl.reshape(x, [BLOCK // (2 * FROM * TO), FROM, TO, 2]), (0, 2, 1, 3))
+    tl.store(out_ptr + i, tl.reshape(x, [BLOCK]), mask=i < total)
 
 
 @triton.jit
@@ -162,64 +230,102 @@ def _released_product(
 
 @triton.jit
 @no_type_check
-def _combine(part_ptr, id_ptr, out_ptr, D, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _combine(part_ptr, id_ptr, out_ptr, D, first, E, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = tl.program_id(1)
-    mask = columns < D
     total = tl.zeros([BLOCK], tl.float32)
     for i in tl.static_range(TOP_K):
         pair = row * TOP_K + i
-        if tl.load(id_ptr + pair) >= 0:
-            total += tl.load(part_ptr + pair * D + columns, mask=mask, other=0.0)
-    tl.store(out_ptr + row * D + columns, total.to(out_ptr.dtype.element_ty), mask=mask)
+        mask = (columns < D) & (_local(tl.load(id_ptr + pair), first, E) >= 0)  # no branch: all loads go out together
+        total += tl.load(part_ptr + pair * D + columns, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * D + columns, total.to(out_ptr.dtype.element_ty), mask=columns < D)
 
 
 def plan(
-    ids: Int[Tensor, "N k"], E: int, slots: int, pdl: bool = False
+    ids: Int[Tensor, "N k"], E: int, slots: int, first: int = 0, pdl: bool = False
 ) -> tuple[Int[Tensor, " items"], Int[Tensor, "items {slots}"]]:
     """The list of items, without a look from the host.
 
-    Returns: each item's expert, -1 where an item is not needed; its pairs. An empty slot holds ~pair of the item's
-    first: a row that is read anyway.
+    Few pairs take one launch, in which every expert looks at all of them. Many take two: programs count a part of the
+    pairs each, and know from all counts where theirs belong.
+
+    Args:
+        first: the expert that is the first of E.
+        pdl: for few pairs.
+
+    Returns: each item's expert (of E), -1 where an item is not needed; its pairs, ascending over an expert's items. An
+    empty slot holds ~pair of the expert's first: a row that is read anyway.
     """
-    pairs = ids.numel()
+    pairs, device = ids.numel(), ids.device
     items = (pairs + (slots - 1) * min(E, pairs)) // slots
-    expert = torch.empty(items, dtype=torch.int32, device=ids.device)
-    slot = torch.empty(items, slots, dtype=torch.int32, device=ids.device)
-    _plan[(E,)](
-        ids, expert, slot, pairs, items, E, SLOTS=slots, BLOCK=min(4096, triton.next_power_of_2(pairs)),
-        PADDED_E=triton.next_power_of_2(E + 1), PDL=pdl, num_warps=1 if pairs <= 64 else 4, launch_pdl=pdl,
+    expert = torch.empty(items, dtype=torch.int32, device=device)
+    slot = torch.empty(items, slots, dtype=torch.int32, device=device)
+    padded = triton.next_power_of_2(E + 1)
+    if pairs <= FEW_PAIRS:
+        _plan[(E,)](
+            ids, expert, slot, pairs, items, first, E, SLOTS=slots, BLOCK=triton.next_power_of_2(pairs),
+            PADDED_E=padded, PDL=pdl, num_warps=1 if pairs <= 64 else 4, launch_pdl=pdl,
+        )  # fmt: skip
+        return expert, slot
+    block = 256
+    steps = triton.cdiv(pairs, block * 128)  # of about one program a processor
+    programs = triton.cdiv(pairs, block * steps)
+    count = torch.empty(programs, padded, dtype=torch.int32, device=device)
+    _count[(programs,)](ids, count, pairs, steps, first, E, BLOCK=block, PADDED_E=padded, num_warps=4)
+    _place[(programs,)](
+        ids, count, expert, slot, pairs, steps, items, first, E, SLOTS=slots, BLOCK=block, PADDED_E=padded, ROWS=16,
+        COLUMNS=32, num_warps=8,
     )  # fmt: skip
     return expert, slot
 
 
 def combine(
-    part: Float[Tensor, "pairs D"], ids: Int[Tensor, "N k"], out: Float[Tensor, "N D"], pdl: bool = False
+    part: Float[Tensor, "pairs D"],
+    ids: Int[Tensor, "N k"],
+    out: Float[Tensor, "N D"],
+    first: int,
+    E: int,
+    pdl: bool = False,
 ) -> Float[Tensor, "N D"]:
-    """`out`, filled with the sums of each token's k rows; those of negative ids are not there."""
+    """`out`, filled with the sums of each token's k rows; those of experts that are not the E from `first` on are not
+    there."""
     (N, D), block = out.shape, 1024
     _combine[(triton.cdiv(D, block), N)](
-        part, ids, out, D, TOP_K=ids.shape[1], BLOCK=block, PDL=pdl, num_warps=4, launch_pdl=pdl
+        part, ids, out, D, first, E, TOP_K=ids.shape[1], BLOCK=block, PDL=pdl, num_warps=4, launch_pdl=pdl
     )
     return out
 
 
-def in_core_order(x: Tensor, nvfp4: bool, columns: int) -> Tensor:
+def _swapped(x: Float[Tensor, "N K"], outer: int, inner: int, columns: int) -> Float[Tensor, "N {columns}"]:
+    out, block = x.new_empty(len(x), columns), 4096
+    _swap[(triton.cdiv(out.numel(), block),)](
+        x, out, out.numel(), x.shape[1], COLUMNS=columns, FROM=outer, TO=inner, BLOCK=block, num_warps=8
+    )
+    return out
+
+
+def in_core_order(x: Float[Tensor, "N K"], nvfp4: bool, columns: int) -> Float[Tensor, "N {columns}"]:
     """Rows filled with zeros to `columns`, in the order of a fragment's: chunks of (s, h, t, e), not (t, s, h, e)."""
-    x = F.pad(x, (0, columns - x.shape[1]))
-    return x.view(len(x), -1, 4, 4 if nvfp4 else 8, 2, 2).permute(0, 1, 3, 4, 2, 5).reshape(x.shape)
+    return _swapped(x, 4, 8 if nvfp4 else 16, columns)
 
 
-def in_natural_order(x: Tensor, nvfp4: bool) -> Tensor:
+def in_natural_order(x: Float[Tensor, "N columns"], nvfp4: bool) -> Float[Tensor, "N columns"]:
     """The inverse of `in_core_order`, filling included."""
-    return x.view(len(x), -1, 4 if nvfp4 else 8, 2, 4, 2).permute(0, 1, 4, 2, 3, 5).reshape(x.shape)
+    return _swapped(x, 8 if nvfp4 else 16, 4, x.shape[1])
 
 
 def _packed_few(
-    x: Tensor, weights: Tensor, ids: Tensor, w13: ExpertMatrix, w2: ExpertMatrix, rates: Rates, quantize: Quantize
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    w13: ExpertMatrix,
+    w2: ExpertMatrix,
+    rates: Rates,
+    quantize: Quantize,
+    first: int,
 ) -> Tensor:
     """At the rate of memory."""
     (N, D), k, one, nvfp4 = x.shape, ids.shape[1], len(x) == 1, w13.amax is not None
@@ -241,7 +347,14 @@ def _packed_few(
 
 
 def _packed_many(
-    x: Tensor, weights: Tensor, ids: Tensor, w13: ExpertMatrix, w2: ExpertMatrix, rates: Rates, quantize: Quantize
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    w13: ExpertMatrix,
+    w2: ExpertMatrix,
+    rates: Rates,
+    quantize: Quantize,
+    first: int,
 ) -> Tensor:
     """At the rate of the tensor cores."""
     (N, D), k, nvfp4 = x.shape, ids.shape[1], w13.amax is not None
@@ -277,7 +390,14 @@ def outer_scale(matrix: ExpertMatrix, nothing: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _released(
-    x: Tensor, weights: Tensor, ids: Tensor, w13: ExpertMatrix, w2: ExpertMatrix, rates: Rates, quantize: Quantize
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    w13: ExpertMatrix,
+    w2: ExpertMatrix,
+    rates: Rates,
+    quantize: Quantize,
+    first: int,
 ) -> Tensor:
     """On the bytes of a checkpoint, or dense matrices."""
     (N, D), k, slots = x.shape, ids.shape[1], 16 if len(x) <= FEW else 64

@@ -2,7 +2,7 @@
 
 Right in shape, format and size, meaningless in value. They are not zeros (a GPU runs those faster than data) and the
 router spreads its tokens. A tensor's seed is its name and place: ranks that hold the same have the same, but the
-weights of another plan are others.
+weights of another plan are others. Where ranks are compared with one device (`in_turn`), they are cut from the whole.
 """
 
 import math
@@ -20,6 +20,7 @@ from ..model import Inkling, keeps_float32
 from ..quantization import DENOMINATOR, E2M1_MAX, E4M3_MAX, MXFP8, NVFP4, stored_layout
 from .apply import Mesh, parallelize
 from .drafter import cut
+from .plan import Plan, Share, stored_slices
 
 
 def synthetic(
@@ -30,29 +31,37 @@ def synthetic(
     backend: str | Backend = "torch",
     experts: str = "nvfp4+mxfp8",
     skew: float = 0.0,
+    cut_from_whole: bool = False,
 ) -> Inkling:
     """A rank's part of a model of `config` with random weights, experts packed in their released format.
 
     skew: the router's correction bias falls by that much from the first expert to the last, so that low ids, and with
         them the first ranks, are chosen more often. 0 is balanced; the scores themselves lie between 0 and 1.
+    cut_from_whole: the weights are this rank's slices of those that `Plan()` has; each tensor is made whole, and cut.
     """
     model, storage = empty_model(config, device, dtype, backend)
     formats = layer_formats(experts, config.text.num_hidden_layers)
     for layer, quantisation in zip(model.llm.layers, formats, strict=True):
         layer.mlp.experts.stored_format = quantisation
+    whole = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     parallelize(model, mesh)
-    slices = model.share.slices()
+    slices = (Share(config, Plan(), 0) if cut_from_whole else model.share).slices()
     for name, parameter in list(model.named_parameters()):
         generator = _generator(name, slices, storage.device)
         module_name, _, leaf = name.rpartition(".")
-        module, shape = model.get_submodule(module_name), tuple(parameter.shape)
+        module, shape, held = model.get_submodule(module_name), tuple(parameter.shape), ()
+        if cut_from_whole:
+            shape, held = whole[name], model.share.slices().get(name, ())
         if leaf in MATRICES and module.stored_format in (NVFP4, MXFP8):
             delattr(module, leaf)
             for suffix, tensor in _packed(module.stored_format, shape, generator).items():
-                module.register_buffer(leaf + suffix, tensor)
+                part = tensor[stored_slices(held, suffix, module.stored_format)]
+                module.register_buffer(leaf + suffix, part.clone() if held else part)
             continue
         kept = torch.float32 if keeps_float32(name) and dtype.itemsize < 4 else dtype
         tensor = _random(name, shape, kept, generator)
+        if held:
+            tensor = tensor[held].clone(memory_format=torch.contiguous_format)
         if name.endswith(".mlp.gate.bias"):
             tensor = torch.linspace(0, -skew, len(tensor), device=storage.device, dtype=kept)
         module.register_parameter(leaf, nn.Parameter(tensor))
@@ -108,6 +117,7 @@ def _packed(quantisation: str, shape: tuple[int, ...], generator: torch.Generato
             "_amax": torch.full(sizes["_amax"], size * E2M1_MAX, device=device),
             "_outer_scale_denominator": torch.tensor(DENOMINATOR, device=device),
         }
-    values = bytes_below(0x7F, sizes[""]) | (bytes_below(2, sizes[""]) << 7)  # all but the two NaNs
+    values = bytes_below(0x7F, sizes[""])  # all but the two NaNs
+    values |= bytes_below(2, sizes[""]).mul_(0x80)  # in place: of a whole layer they are 8 GB
     byte = 127 + round(math.log2(size)) - 7
     return {"": values.view(torch.float8_e4m3fn), "_scale": byte - bytes_below(2, sizes["_scale"])}

@@ -285,10 +285,22 @@ def public(theirs: Any, mode: str, cache: Cache, ids: Tensor, head: bool) -> Cal
 
 
 class Race:
-    """One model's arms, case by case; `head`: whether unembedding and the choice of a token belong to a step."""
+    """One model's arms, case by case.
 
-    def __init__(self, bench: Bench, what: str, ours: Inkling, head: bool) -> None:
-        self.bench, self.what, self.model, self.head = bench, what, ours, head
+    Args:
+        head: whether unembedding and the choice of a token belong to a step.
+        fill: makes a case's cache and its new ids, the same for the same case.
+    """
+
+    def __init__(
+        self,
+        bench: Bench,
+        what: str,
+        ours: Inkling,
+        head: bool,
+        fill: Callable[[Inkling, Case], tuple[Cache, Tensor]] = filled,
+    ) -> None:
+        self.bench, self.what, self.model, self.head, self.fill = bench, what, ours, head, fill
         self.expected: dict[Case, Tensor] = {}
         self.limits: dict[Case, tuple[float, float]] = {}
 
@@ -299,7 +311,7 @@ class Race:
         title = case.name(self.what)
         if self.bench.wanted(name):
             try:
-                call = make(*filled(self.model, case), self.head)
+                call = make(*self.fill(self.model, case), self.head)
                 expected = self.expected[case][:, -1] if last else self.expected[case]
                 self.bench.arm(title, name, call, [()], expected, *self.limits[case], whole=True)
             except Exception as error:
@@ -309,8 +321,9 @@ class Race:
     def run_ours(self, cases: Sequence[Case]) -> None:
         """The kernels: operation by operation, for what all arms are held against; then as they are meant to run."""
         for case in cases:
+            call = growing(self.model, *self.fill(self.model, case), self.head)
             with counting(self.model) as chosen:
-                self.expected[case] = growing(self.model, *filled(self.model, case), self.head)().clone()
+                self.expected[case] = call().clone()
             self.limits[case] = limits(self.model, case, self.head, chosen)
             if case.context:
                 self.arm(case, "triton", partial(step_of, self.model))

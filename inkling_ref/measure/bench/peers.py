@@ -82,8 +82,11 @@ def transformers_cache(theirs: Any, cache: Cache) -> Any:
     other = sys.modules["transformers"].DynamicCache(config=theirs.config)
     taps = theirs.config.conv_kernel_size
     for layer, state in zip(other.layers, cache.layers, strict=True):
-        stop = cache.length if isinstance(state.keys, Log) else None
-        layer.update(state.keys.data[:, :, :stop], state.values.data[:, :, :stop])
+        if isinstance(state.keys, Log):
+            held = slice(cache.length)
+        else:  # a short text leaves slots before position 0
+            held = slice(max(0, -state.keys.slots.starts[0]), None)
+        layer.update(state.keys.data[:, :, held], state.values.data[:, :, held])
         if layer.is_sliding:
             layer.cumulative_length = cache.length
         convolutions = (*state.key_value_conv.data.chunk(2, dim=-1), state.attention_conv.data, state.mlp_conv.data)
