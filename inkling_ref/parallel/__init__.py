@@ -9,6 +9,7 @@ drafter      from a plain drafter, or its file, to one rank
 generation   generate on a world: seeds, verdicts on drafts, groups that finish at different times
 launch       a process of a world: it joins, and ends with all others when one fails
 synthetic    weights made on the device, for a rank whose checkpoint is not at hand
+in_turn      all ranks of a world in one process, one after the other; a slice of a model checked so
 run          `inkling-ref run`
 calibrate    `inkling-ref bench collectives`: what they take here, beside the cost model
 estimate     bytes, FLOPs, collectives and memory of a rank, on paper

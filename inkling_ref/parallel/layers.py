@@ -27,6 +27,7 @@ are cut. `channels` are D / tp, `rows` those of the vocabulary.
 """
 
 from collections import Counter
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -142,7 +143,11 @@ class _Message(NamedTuple):
 
     def unpack(self, data: UInt8[Tensor, "N bytes"]) -> tuple[Tensor, Tensor, Tensor]:
         parts = data.split(self.sizes, dim=1)
-        h, weights, ids = (part.contiguous().view(dtype) for part, dtype in zip(parts, self.dtypes, strict=True))
+        # Flat, because a single row is contiguous whatever its stride, and no view of other elements.
+        h, weights, ids = (
+            part.flatten().view(dtype).view(len(data), size // dtype.itemsize)
+            for part, size, dtype in zip(parts, self.sizes, self.dtypes, strict=True)
+        )
         return h, weights, ids.long()
 
 
@@ -161,15 +166,16 @@ class ShardedMoE(nn.Module):
         for expert, ranks in enumerate(table):
             is_owner[expert, ranks] = True
         self.is_owner = is_owner  # no buffer: a model that is loaded piece by piece would not move it
-        place = torch.arange(len(table)) - self.first
-        self.place = torch.where(is_owner[:, share.rank], place, -1)  # of every expert among those that are here
-        self.skips = getattr(moe.experts.ops.experts, "skips_negative", False)
+        ops = moe.experts.ops
+        self.skips = self.first < self.stop and hasattr(ops.experts, "of_rank")
+        if self.skips:
+            self.experts.ops = replace(ops, experts=ops.experts.of_rank(self.first))
 
     def owned(
         self, h: Float[Tensor, "N D"], weights: Float[Tensor, "N k"], ids: Int[Tensor, "N k"]
     ) -> Float[Tensor, "N D"]:
         """What this rank's experts add to the weighted sums; a token without one of them gets zeros."""
-        if self.skips and self.first < self.stop:
+        if self.skips:
             return self._skipping(h, weights, ids)
         token, choice = ((ids >= self.first) & (ids < self.stop)).nonzero(as_tuple=True)
         out = torch.zeros(h.shape, dtype=weights.dtype, device=h.device)
@@ -185,10 +191,9 @@ class ShardedMoE(nn.Module):
         self, h: Float[Tensor, "N D"], weights: Float[Tensor, "N k"], ids: Int[Tensor, "N k"]
     ) -> Float[Tensor, "N D"]:
         """The same, by kernels that find the pairs: nothing waits for the device, as a CUDA graph needs it."""
-        self.place = self.place.to(ids.device)
-        ids = self.place[ids]
         if not (ids.is_cuda and torch.cuda.is_current_stream_capturing()):  # nobody sees a graph's replays
-            self.tokens, self.pairs = self.tokens + len(h), self.pairs + (ids >= 0).sum()
+            here = (ids >= self.first) & (ids < self.stop)
+            self.tokens, self.pairs = self.tokens + len(h), self.pairs + here.sum()
         return self.experts(h, weights, ids)
 
     def forward(self, h: Float[Tensor, "B carried D"]) -> Float[Tensor, "B returned D"]:
