@@ -627,7 +627,7 @@ def run(
         for option, value in options.items():
             if value is not None:
                 raise InputError(f"run: {option} belongs to {wanted}, expected it there alone")
-    others = {"--draft": draft and filled, "--trace": trace, "--dp": dp > 1, "--sequence": sequence}
+    others = {"--draft": draft and filled, "--trace": trace, "--dp": dp > 1, "--sequence": sequence and filled}
     on_step = "--filled" if filled else "--graph"
     for option, given in others.items():
         if graph and given:

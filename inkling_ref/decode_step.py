@@ -77,13 +77,33 @@ class Alone:
         """A table of embeddings, and which of its rows are those of `ids`."""
         return ids, self.model.llm.embed.weight
 
+    def enter(self, ids: Int[Tensor, "B T"]) -> tuple[Int[Tensor, "B carried"], Float[Tensor, "rows D"]]:
+        """As `embedding`, of a prompt's tokens: those that are carried through the layers here."""
+        return self.embedding(ids)
+
+    def carried(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B carried D"]:
+        """Of all tokens of a prompt those of `enter`."""
+        return x
+
+    def all_tokens(self, xs: list[Float[Tensor, "B carried D"]]) -> list[Float[Tensor, "B T D"]]:
+        """The inverse."""
+        return xs
+
     def taps(self, conv: ShortConv) -> Float[Tensor, "D 1 K"]:
         """Those of all channels."""
         return conv.weight
 
-    def add_up(self, partial: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
-        """The sum over ranks of a sublayer's outputs, before its convolution; may be written in place."""
-        return partial
+    @contextmanager
+    def joined(
+        self, partial: Float[Tensor, "B T D"], state: Float[Tensor, "B N D"], prompt: "Prompt | None"
+    ) -> Iterator[tuple[Float[Tensor, "B carried D"], Float[Tensor, "B N D"]]]:
+        """The sum over ranks of a sublayer's outputs, and its convolution's inputs before them.
+
+        `partial` may be written in place. Within it the operation takes the sums into what stands before them; after it
+        `state` holds the newest.
+        """
+        with rolled(state, (partial,), prompt):
+            yield partial, state
 
     def head(self) -> Float[Tensor, "rows D"]:
         """The used rows of the unembedding, of those that are here."""
@@ -394,15 +414,17 @@ class DecodeStep:
             raise InputError(f"decode step: {self.capacity} positions, expected room for {max(self.ends)} and {T} more")
         model, llm, prompt = self.model, self.model.llm, Prompt(self.ends, counts, T, ids.device)
         eps, norms = model.config.text.rms_norm_eps, input_norms(llm.layers[0])
-        blocks, partial = self._depth(B, T)
-        rows, table = self.ranks.embedding(ids)
+        rows, table = self.ranks.enter(ids)
+        blocks, partial = self._depth(*rows.shape)
         inputs = self.ops.embed_and_norm(rows, table, llm.embed_norm.weight, partial, norms, eps)
-        e = inputs[0] if image_features is None else partial.to(model.dtype)  # without images only counted, not read
+        # Without images only counted, not read.
+        e = inputs[0] if image_features is None else self.ranks.all_tokens([partial.to(model.dtype)])[0]
         placed = model._place_images(e, ids, image_features, counts, None)
         if placed is not e:
+            placed = self.ranks.carried(placed)
             partial.copy_(placed)
             inputs = self.ops.mix_and_norm(placed[:, :, None], None, norms, eps, model.dtype)
-        hidden = self._layers(inputs, blocks, partial, prompt)
+        (hidden,) = self.ranks.all_tokens([self._layers(inputs, blocks, partial, prompt)])
         self._begin([n + count for n, count in zip(self.ends, counts, strict=True)])
         return hidden[torch.arange(B, device=ids.device), (prompt.counts - 1).clamp(min=0)]
 
@@ -539,18 +561,17 @@ class DecodeStep:
         layers = zip(llm.layers, self.layers, llm.attn_res.mlp_queries, readers, strict=True)
         for i, (layer, state, query, (next_query, norms)) in enumerate(layers):
             attention_taps, mlp_taps = state.taps
-            y = self.ranks.add_up(self.attention(layer.attn, state, inputs, prompt))
-            with rolled(state.attention_conv, (y,), prompt):
+            y = self.attention(layer.attn, state, self.ranks.all_tokens(inputs), prompt)
+            with self.ranks.joined(y, state.attention_conv, prompt) as (y, before):
                 (h,) = ops.join_and_mix(
-                    y, state.attention_conv, attention_taps, blocks, partial, count, query,
-                    [layer.mlp_norm.weight], eps, opens_block=layer.starts_block, rejected=rejected,
+                    y, before, attention_taps, blocks, partial, count, query, [layer.mlp_norm.weight], eps,
+                    opens_block=layer.starts_block, rejected=rejected,
                 )  # fmt: skip
             count += layer.starts_block
-            z = self.ranks.add_up(layer.mlp(h))
-            with rolled(state.mlp_conv, (z,), prompt):
+            with self.ranks.joined(layer.mlp(h), state.mlp_conv, prompt) as (z, before):
                 inputs = ops.join_and_mix(
-                    z, state.mlp_conv, mlp_taps, blocks, partial, count, next_query, norms, eps,
-                    ends_layer=True, rejected=rejected,
+                    z, before, mlp_taps, blocks, partial, count, next_query, norms, eps, ends_layer=True,
+                    rejected=rejected,
                 )  # fmt: skip
             self._tap(i + 1, blocks[:, :, :count], partial, next_query, inputs[0])
         return inputs[0]
@@ -562,10 +583,11 @@ class DecodeStep:
         config, L = self.tapped, len(self.layers)
         for id in [] if config is None else [id for id, at in places(config, L).items() if at == place]:
             if id == L and config.final_tap == "norm":
-                self.taps[id] = hidden
+                tap = hidden
             else:  # a copy: the running sum goes on in its place
                 depth = DepthState(blocks, partial.to(self.model.dtype, copy=True))
-                self.taps[id] = read_tap(config.tap == "mixed" or id == L, depth, query)
+                tap = read_tap(config.tap == "mixed" or id == L, depth, query)
+            (self.taps[id],) = self.ranks.all_tokens([tap])
 
     def attention(
         self,

@@ -23,12 +23,17 @@ from inkling_ref.parallel.plan import Plan
 # 5 used tokens of 7: on 4 ranks 2, 2, 1 and none.
 FEW_TOKENS = InklingConfig(replace(FOUR.text, vocab_size=7, unpadded_vocab_size=5, eos_token_id=None), None)
 WORLDS = {
-    2: [StepCase("7 experts on 2 ranks", Plan(2), text_config()), StepCase("width", Plan(2, ep=1), text_config())],
+    2: [
+        StepCase("7 experts on 2 ranks", Plan(2), text_config()), StepCase("width", Plan(2, ep=1), text_config()),
+        StepCase("prompts cut by tokens", Plan(2, sequence=True, sequence_from=3), text_config()),
+    ],
     4: [
         StepCase("fewer key/value heads than ranks, ep x etp", Plan(4, ep=2), FOUR),
         StepCase("a rank without used tokens", Plan(4), FEW_TOKENS, [[1, 4, 2], [3]]),
+        # A rank's share is 3 tokens of 9, or 1 of 4: fewer than a convolution looks back, and the last rank has none.
+        StepCase("prompts cut by tokens", Plan(4, sequence=True, sequence_from=1), FOUR),
     ],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("size", WORLDS)
@@ -59,14 +64,34 @@ def test_one_rank_alone():
         step.next_tokens(0.5, torch.zeros(3, dtype=torch.int64))
 
 
+@unchecked()
+@torch.inference_mode()
+def test_a_prompt_cut_by_tokens():
+    """Its messages, on one rank alone; steps after it are whole."""
+    model = parallelize(random_model(FOUR), Mesh.stand_in(Plan(4, sequence=True, sequence_from=7), 3))
+    text, traffic = FOUR.text, model.mesh.traffic
+    step, L = DecodeStep(model, 2, 30), text.num_hidden_layers
+    inputs = sum(1 if text.is_sliding(i) else 3 for i in range(L))
+    messages = {"sum over tp": 1 + 2 * L, "reduce_scatter over tp": 2 * L, "gather over tp": inputs + L + 1}
+    for phase, tokens, expected in (("7", 7, messages), ("6", 6, {"sum over tp": 1 + 2 * L})):
+        traffic.phase = phase
+        assert step.prefill(random_ids(2, tokens)).shape == (2, text.hidden_size)
+        assert {what: count["calls"] for what, count in traffic.to_dict()[phase].items()} == expected
+    traffic.phase = "a step"
+    step.prefill(random_ids(2, 7))
+    traffic.counts.clear()
+    step(random_ids(2, 1))
+    assert traffic.to_dict()["a step"]["sum over tp"]["calls"] == 1 + 2 * L
+    assert dict(model.current.cut_passes) == {"7": 1, "a step": 1}
+
+
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
         (Plan(1, 2), "dp is 2, expected 1"),
-        (Plan(2, sequence=True), "sequence is True, expected False"),
         (Plan(2, exchange="all_to_all"), "exchange is all_to_all, expected all_reduce"),
     ],
-    ids=["dp", "sequence", "sending"],
+    ids=["dp", "sending"],
 )
 def test_plans_that_are_not_for_steps(plan, message):
     model = parallelize(random_model(text_config()), Mesh.stand_in(plan, 1))
@@ -127,6 +152,7 @@ def test_a_graphs_collectives_count_once_a_replay():
         (["--graph", "--filled", "--tokens", "1"], "--filled belongs to --context, expected it there alone"),
         (["--graph", "--context", 5, "--step-tokens", 2], "--step-tokens belongs to --filled, expected it there alone"),
         (["--graph", "--context", 5, "--trace"], "--trace with --graph, expected one without the other"),
+        (["--graph", "--context", 5, "--filled", "--sequence"], "--sequence with --filled, expected one without the"),
         (["--graph", "--context", 5, "--exchange", "all_to_all"], "--exchange all_to_all with --graph"),
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
