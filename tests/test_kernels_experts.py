@@ -214,9 +214,9 @@ def test_the_assembly_decodes_what_the_reference_decodes(form):
 # ---------------------------------------------------------------- items
 
 
-def plan_of(ids, E, slots):
+def plan_of(ids, E, slots, origin=0):
     """The list as {expert: pairs}, after a check of its shape: whole items, padding that repeats the first pair."""
-    experts, table = kernel.plan(ids.to(DEVICE), E, slots)
+    experts, table = kernel.plan(ids.to(DEVICE), E, slots, origin)
     flat, found, last = ids.flatten().tolist(), {}, -1
     for expert, row in zip(experts.tolist(), table.tolist(), strict=True):
         if expert == -1:
@@ -227,7 +227,7 @@ def plan_of(ids, E, slots):
         pairs = [p for p in row if p >= 0]
         assert pairs
         assert row == pairs + [~found.get(expert, pairs)[0]] * (slots - len(pairs))
-        assert all(flat[p] == expert for p in pairs)
+        assert all(flat[p] - origin == expert for p in pairs)
         found.setdefault(expert, []).extend(pairs)
     return found
 
@@ -242,6 +242,34 @@ def test_items_hold_every_pair_once(N, k, E, used, slots):
     found = plan_of(ids, E, slots)
     assert sorted(p for pairs in found.values() for p in pairs) == list(range(N * k))
     assert all(pairs == sorted(pairs) for pairs in found.values())
+
+
+@needs_device
+@pytest.mark.parametrize("few_pairs", [4096, 0], ids=["one launch", "two launches"])
+@pytest.mark.parametrize(
+    ("N", "k", "E", "used"), [(1, 3, 7, 7), (86, 3, 5, 4), (257, 3, 30, 30), (767, 2, 6, 3), (999, 1, 17, 1)], ids=str
+)
+def test_items_of_many_pairs_and_of_one_rank(N, k, E, used, few_pairs, monkeypatch):
+    """Several blocks a program; the ids are those of E experts from the third on, and of others around them."""
+    monkeypatch.setattr(kernel, "FEW_PAIRS", few_pairs)
+    monkeypatch.setattr(kernel, "PROGRAMS", 2)
+    ids = torch.rand(N, used + 4).topk(k, -1).indices
+    ids[0, 0] = -1
+    found = plan_of(ids, E, 16, 2)
+    here = ((ids >= 2) & (ids < E + 2)).flatten().nonzero()[:, 0].tolist()
+    assert sorted(p for pairs in found.values() for p in pairs) == here
+    assert all(pairs == sorted(pairs) for pairs in found.values())
+
+
+@needs_device
+@formats
+@pytest.mark.parametrize(("N", "K", "columns"), [(3, 256, 256), (5, 96, 256), (7, 1088, 1280)], ids=str)
+def test_the_words_column_order(form, N, K, columns):
+    x, (s, h) = placed(torch.randn(N, K), torch.float16), (4, 2) if form == NVFP4 else (8, 2)
+    filled = torch.nn.functional.pad(x, (0, columns - K))
+    ordered = kernel.in_core_order(x, form == NVFP4, columns)
+    assert torch.equal(ordered, filled.view(N, -1, 4, s, h, 2).permute(0, 1, 3, 4, 2, 5).reshape(N, columns))
+    assert torch.equal(kernel.in_natural_order(ordered, form == NVFP4), filled)
 
 
 # ---------------------------------------------------------------- both products
@@ -308,12 +336,14 @@ def test_experts_quantise_activations(form):
 
 
 def with_others(arguments):
-    """Arguments in which some ids are negative, and what is expected of them in float64."""
-    h, weights, ids, *rest = arguments
+    """Arguments for a rank whose experts are those from 3 on: the others' ids are around them; and the exact result."""
+    h, weights, ids, w13, *rest = arguments
     others = (torch.arange(ids.numel(), device=ids.device) % 3 != 1).view_as(ids)
     others[1:][-1:] = True  # of several tokens the last has no expert here
-    exact = in_float64(h, weights.masked_fill(others, 0), ids, *rest)
-    return [h, weights, ids.masked_fill(others, -1), *rest], exact
+    exact = in_float64(h, weights.masked_fill(others, 0), ids, w13, *rest)
+    their = torch.tensor([0, 2, 3 + len(w13.weight), -1], device=ids.device)
+    ids = torch.where(others, their[torch.arange(ids.numel(), device=ids.device) % 4].view_as(ids), ids + 3)
+    return [h, weights, ids, w13, *rest], exact
 
 
 @needs_device
@@ -321,7 +351,7 @@ def with_others(arguments):
 @pytest.mark.parametrize(("N", "k"), [(1, 3), (7, 2), (2, 4)], ids=str)
 def test_experts_of_other_ranks_add_nothing(form, N, k):
     arguments, exact = with_others(problem(form, N, 5, 64, 32, k, torch.float32))
-    actual = kernel.experts(*arguments)
+    actual = kernel.experts.of_rank(3)(*arguments)
     assert relative_rms(actual, exact) < 2e-6
     assert (actual[1:][-1:] == 0).all()
 
@@ -341,7 +371,7 @@ def test_a_very_large_call_is_several(monkeypatch):
     arguments, sizes, combine = problem(NVFP4, 23, 4, 64, 32, 2, torch.float32), [], kernel.combine
     whole = kernel.experts(*arguments)
     monkeypatch.setattr(kernel, "combine", lambda part, *rest: sizes.append(part.numel()) or combine(part, *rest))
-    monkeypatch.setattr(kernel, "OFFSETS", 9 * 2 * (32 + 255) + 1)
+    monkeypatch.setattr(kernel, "OFFSETS", 9 * 2 * (64 + 255) + 1)
     assert relative_rms(kernel.experts(*arguments), whole) < 1e-6
     assert sizes == [9 * 2 * 64, 9 * 2 * 64, 5 * 2 * 64]
 
@@ -410,7 +440,7 @@ def test_packed_quantises_activations(form, tokens):
 def test_packed_experts_of_other_ranks_add_nothing(tokens):
     packed, released = packed_problem(NVFP4, (tokens, 5, 64, 96, 3, 5))
     arguments, exact = with_others(released)
-    actual = kernel.experts(*packed[:2], arguments[2], *packed[3:])
+    actual = kernel.experts.of_rank(3)(*packed[:2], arguments[2], *packed[3:])
     assert relative_rms(actual, exact) <= bound(torch.bfloat16, moe.experts(*released), in_float64(*released))
     assert (actual[1:][-1:] == 0).all()
 

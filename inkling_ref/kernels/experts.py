@@ -11,7 +11,7 @@ $$ \textstyle\sum_e \lceil n_e / \mathrm{slots} \rceil \le
    so that launches do not depend on routes, and a CUDA graph can hold them. Programs of unused items end at once; an
    expert that nobody chose is in none, and neither is a pair of another rank's expert (`of_rank`).
 
-2. The first product with SwiGLU makes a row [I] of each pair; the second, times the routing weight, a float32 row [D].
+2. The first product with SwiGLU makes a row [I] of each pair; the second, times the routing weight, a row [D].
 
 3. `combine` sums each token's k rows in order and rounds once: the same bits every time.
 
@@ -21,7 +21,7 @@ One token needs no plan: each pair is an item. Up to FEW tokens memory is the li
 """
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import no_type_check
 
 import torch
@@ -29,7 +29,6 @@ import triton
 import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.nn import functional as F
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .. import quantization
@@ -42,7 +41,8 @@ from .packing import ROWS, is_packed, packed_layout
 
 DENSE, NVFP4, MXFP8 = 0, 1, 2  # how a matrix is stored, as the kernels count
 FEW = 256  # tokens up to which memory is the limit
-FEW_PAIRS = 4096  # what `_plan` takes
+FEW_PAIRS = 4096  # up to which `_plan` makes the list; with more, about as many programs as a GPU has processors
+PROGRAMS = 128
 OFFSETS, GRID_ROWS = 2**31, 65_535  # what fits: elements in an offset of the kernels, rows in a grid
 Rates = tuple[float, float, float]  # what `swiglu` takes for its caps
 Quantize = Callable[[Tensor], Tensor] | None
@@ -50,16 +50,16 @@ Quantize = Callable[[Tensor], Tensor] | None
 
 @triton.jit
 @no_type_check
-def _local(ids, first, E):
-    """Experts counted from the first one that is here, -1 for those of other ranks."""
-    ids = ids.to(tl.int32) - first
+def _local(ids, origin, E):
+    """Experts counted from `origin`, the first that is here; -1 for those of other ranks."""
+    ids = ids.to(tl.int32) - origin
     return tl.where((ids >= 0) & (ids < E), ids, -1)
 
 
 @triton.jit
 @no_type_check
 def _plan(
-    id_ptr, expert_ptr, slot_ptr, P, ITEMS, first, E,
+    id_ptr, expert_ptr, slot_ptr, P, ITEMS, origin, E,
     SLOTS: tl.constexpr, BLOCK: tl.constexpr, PADDED_E: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Items of one expert, of at most BLOCK pairs of all; the last expert fills what is left of the list."""
@@ -68,7 +68,7 @@ def _plan(
         gdc_launch_dependents()  # they wait for the end of this kernel, but need not be launched then
     expert = tl.program_id(0)
     pairs, experts = tl.arange(0, BLOCK), tl.arange(0, PADDED_E)
-    ids = _local(tl.load(id_ptr + pairs, mask=pairs < P, other=-1), first, E)
+    ids = _local(tl.load(id_ptr + pairs, mask=pairs < P, other=-1), origin, E)
     mine = (ids == expert).to(tl.int32)
     count = tl.sum(mine, 0)
     if (count > 0) | (expert == E - 1):
@@ -87,13 +87,13 @@ def _plan(
 
 @triton.jit
 @no_type_check
-def _count(id_ptr, count_ptr, P, STEPS, first, E, BLOCK: tl.constexpr, PADDED_E: tl.constexpr):
+def _count(id_ptr, count_ptr, P, STEPS, origin, E, BLOCK: tl.constexpr, PADDED_E: tl.constexpr):
     """Pairs of every expert in STEPS blocks; in the last column those that are of none."""
     program, experts = tl.program_id(0), tl.arange(0, PADDED_E)
     counts = tl.zeros([PADDED_E], tl.int32)
     for step in range(STEPS):
         pairs = (program * STEPS + step) * BLOCK + tl.arange(0, BLOCK)
-        ids = _local(tl.load(id_ptr + pairs, mask=pairs < P, other=-1), first, E)
+        ids = _local(tl.load(id_ptr + pairs, mask=pairs < P, other=-1), origin, E)
         counts += tl.histogram(tl.where(ids < 0, PADDED_E - 1, ids), PADDED_E)
     tl.store(count_ptr + program * PADDED_E + experts, counts)
 
@@ -101,7 +101,7 @@ def _count(id_ptr, count_ptr, P, STEPS, first, E, BLOCK: tl.constexpr, PADDED_E:
 @triton.jit
 @no_type_check
 def _place(
-    id_ptr, count_ptr, expert_ptr, slot_ptr, P, STEPS, ITEMS, first, E,
+    id_ptr, count_ptr, expert_ptr, slot_ptr, P, STEPS, ITEMS, origin, E,
     SLOTS: tl.constexpr, BLOCK: tl.constexpr, PADDED_E: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """The pairs of STEPS blocks into their slots, after those that other programs have counted before them.
@@ -122,11 +122,11 @@ def _place(
     for step in range(STEPS):
         start = (program * STEPS + step) * BLOCK
         pairs = start + block
-        ids = _local(tl.load(id_ptr + pairs, mask=pairs < P, other=-1), first, E)
+        ids = _local(tl.load(id_ptr + pairs, mask=pairs < P, other=-1), origin, E)
         earlier = tl.zeros([BLOCK, COLUMNS], tl.int32)  # pairs of the same expert in this block
         for column in range(start, start + BLOCK, COLUMNS):
             others = column + tl.arange(0, COLUMNS)
-            their = _local(tl.load(id_ptr + others, mask=others < P, other=-1), first, E)
+            their = _local(tl.load(id_ptr + others, mask=others < P, other=-1), origin, E)
             earlier += ((ids[:, None] == their[None, :]) & (others[None, :] < pairs[:, None])).to(tl.int32)
         mine, bins = ids >= 0, tl.where(ids < 0, PADDED_E - 1, ids)
         order = tl.gather(seen, bins, 0) + tl.sum(earlier, 1)
@@ -230,7 +230,7 @@ def _released_product(
 
 @triton.jit
 @no_type_check
-def _combine(part_ptr, id_ptr, out_ptr, D, first, E, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _combine(part_ptr, id_ptr, out_ptr, D, origin, E, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -239,13 +239,13 @@ def _combine(part_ptr, id_ptr, out_ptr, D, first, E, TOP_K: tl.constexpr, BLOCK:
     total = tl.zeros([BLOCK], tl.float32)
     for i in tl.static_range(TOP_K):
         pair = row * TOP_K + i
-        mask = (columns < D) & (_local(tl.load(id_ptr + pair), first, E) >= 0)  # no branch: all loads go out together
-        total += tl.load(part_ptr + pair * D + columns, mask=mask, other=0.0).to(tl.float32)
+        stop = tl.where(_local(tl.load(id_ptr + pair), origin, E) >= 0, D, 0)  # no branch: many loads go out together
+        total += tl.load(part_ptr + pair * D + columns, mask=columns < stop, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * D + columns, total.to(out_ptr.dtype.element_ty), mask=columns < D)
 
 
 def plan(
-    ids: Int[Tensor, "N k"], E: int, slots: int, first: int = 0, pdl: bool = False
+    ids: Int[Tensor, "N k"], E: int, slots: int, origin: int = 0, pdl: bool = False
 ) -> tuple[Int[Tensor, " items"], Int[Tensor, "items {slots}"]]:
     """The list of items, without a look from the host.
 
@@ -253,7 +253,7 @@ def plan(
     pairs each, and know from all counts where theirs belong.
 
     Args:
-        first: the expert that is the first of E.
+        origin: the expert that is the first of the E.
         pdl: for few pairs.
 
     Returns: each item's expert (of E), -1 where an item is not needed; its pairs, ascending over an expert's items. An
@@ -266,17 +266,17 @@ def plan(
     padded = triton.next_power_of_2(E + 1)
     if pairs <= FEW_PAIRS:
         _plan[(E,)](
-            ids, expert, slot, pairs, items, first, E, SLOTS=slots, BLOCK=triton.next_power_of_2(pairs),
+            ids, expert, slot, pairs, items, origin, E, SLOTS=slots, BLOCK=triton.next_power_of_2(pairs),
             PADDED_E=padded, PDL=pdl, num_warps=1 if pairs <= 64 else 4, launch_pdl=pdl,
         )  # fmt: skip
         return expert, slot
     block = 256
-    steps = triton.cdiv(pairs, block * 128)  # of about one program a processor
+    steps = triton.cdiv(pairs, block * PROGRAMS)
     programs = triton.cdiv(pairs, block * steps)
     count = torch.empty(programs, padded, dtype=torch.int32, device=device)
-    _count[(programs,)](ids, count, pairs, steps, first, E, BLOCK=block, PADDED_E=padded, num_warps=4)
+    _count[(programs,)](ids, count, pairs, steps, origin, E, BLOCK=block, PADDED_E=padded, num_warps=4)
     _place[(programs,)](
-        ids, count, expert, slot, pairs, steps, items, first, E, SLOTS=slots, BLOCK=block, PADDED_E=padded, ROWS=16,
+        ids, count, expert, slot, pairs, steps, items, origin, E, SLOTS=slots, BLOCK=block, PADDED_E=padded, ROWS=16,
         COLUMNS=32, num_warps=8,
     )  # fmt: skip
     return expert, slot
@@ -286,15 +286,14 @@ def combine(
     part: Float[Tensor, "pairs D"],
     ids: Int[Tensor, "N k"],
     out: Float[Tensor, "N D"],
-    first: int,
+    origin: int,
     E: int,
     pdl: bool = False,
 ) -> Float[Tensor, "N D"]:
-    """`out`, filled with the sums of each token's k rows; those of experts that are not the E from `first` on are not
-    there."""
-    (N, D), block = out.shape, 1024
+    """`out`, filled with the sums of each token's rows: those of the E experts from `origin` on."""
+    (N, D), block = out.shape, 128 * 16 // part.element_size()  # 16 bytes a thread of each row
     _combine[(triton.cdiv(D, block), N)](
-        part, ids, out, D, first, E, TOP_K=ids.shape[1], BLOCK=block, PDL=pdl, num_warps=4, launch_pdl=pdl
+        part, ids, out, D, origin, E, TOP_K=ids.shape[1], BLOCK=block, PDL=pdl, num_warps=4, launch_pdl=pdl
     )
     return out
 
@@ -325,25 +324,25 @@ def _packed_few(
     w2: ExpertMatrix,
     rates: Rates,
     quantize: Quantize,
-    first: int,
+    origin: int,
 ) -> Tensor:
     """At the rate of memory."""
-    (N, D), k, one, nvfp4 = x.shape, ids.shape[1], len(x) == 1, w13.amax is not None
-    expert, slots = (ids, ids) if one else plan(ids, len(w13.weight), 8, pdl=True)
+    (N, D), k, E, one, nvfp4 = x.shape, ids.shape[1], len(w13.weight), len(x) == 1, w13.amax is not None
+    expert, slots = (ids, ids) if one else plan(ids, E, 8, origin, pdl=True)
 
     def run(x: Tensor, matrix: ExpertMatrix, rows: int, dtype: torch.dtype, first: bool) -> Tensor:
         out = torch.empty(N * k, rows, dtype=dtype, device=x.device)
         tiles, steps = matrix.weight.shape[1:3]
         product[(tiles, N * k if one else len(expert))](
             x, matrix.weight, scale_words(matrix), *outer_scale(matrix, weights), expert, slots, weights, out, *rates,
-            K=x.shape[1], TILES=tiles, STEPS=steps, WIDTH=rows, TOP_K=k, NVFP4=nvfp4, FIRST=first, ONE=one,
+            origin, E, K=x.shape[1], TILES=tiles, STEPS=steps, WIDTH=rows, TOP_K=k, NVFP4=nvfp4, FIRST=first, ONE=one,
             PADDED=triton.next_power_of_2(steps * 256), NEAR=near(x.dtype), num_warps=4, launch_pdl=True,
         )  # fmt: skip
         return out
 
     a = run(x, w13, 32 * w13.weight.shape[1], x.dtype, True)
     a = a if quantize is None else quantize(a)
-    return combine(run(a, w2, D, torch.float32, False), ids, torch.empty_like(x), pdl=True)
+    return combine(run(a, w2, D, torch.float32, False), ids, torch.empty_like(x), origin, E, pdl=True)
 
 
 def _packed_many(
@@ -354,11 +353,11 @@ def _packed_many(
     w2: ExpertMatrix,
     rates: Rates,
     quantize: Quantize,
-    first: int,
+    origin: int,
 ) -> Tensor:
     """At the rate of the tensor cores."""
-    (N, D), k, nvfp4 = x.shape, ids.shape[1], w13.amax is not None
-    expert, slots = plan(ids, len(w13.weight), 128)
+    (N, D), k, E, nvfp4 = x.shape, ids.shape[1], len(w13.weight), w13.amax is not None
+    expert, slots = plan(ids, E, 128, origin)
 
     def run(x: Tensor, matrix: ExpertMatrix, out: Tensor, first: bool) -> Tensor:
         tiles, steps = matrix.weight.shape[1:3]
@@ -375,8 +374,8 @@ def _packed_many(
     a = run(in_core_order(x, nvfp4, 256 * w13.weight.shape[2]), w13, a, True)
     if quantize is not None:
         a = in_core_order(quantize(in_natural_order(a, nvfp4)), nvfp4, columns)
-    part = torch.empty(N * k, D, dtype=torch.float32, device=x.device)
-    return combine(run(a, w2, part, False), ids, torch.empty_like(x))
+    part = torch.empty(N * k, D, dtype=x.dtype, device=x.device)
+    return combine(run(a, w2, part, False), ids, torch.empty_like(x), origin, E)
 
 
 def scale_words(matrix: ExpertMatrix) -> Tensor:
@@ -397,11 +396,11 @@ def _released(
     w2: ExpertMatrix,
     rates: Rates,
     quantize: Quantize,
-    first: int,
+    origin: int,
 ) -> Tensor:
     """On the bytes of a checkpoint, or dense matrices."""
-    (N, D), k, slots = x.shape, ids.shape[1], 16 if len(x) <= FEW else 64
-    expert, slot = plan(ids, len(w13.weight), slots)
+    (N, D), k, E, slots = x.shape, ids.shape[1], len(w13.weight), 16 if len(x) <= FEW else 64
+    expert, slot = plan(ids, E, slots, origin)
 
     def run(x: Tensor, matrix: ExpertMatrix, columns: int, dtype: torch.dtype, first: bool) -> Tensor:
         out = torch.empty(N * k, columns, dtype=dtype, device=x.device)
@@ -418,7 +417,7 @@ def _released(
 
     a = run(x, w13, w13.weight.shape[1] // 2, x.dtype, True)
     a = a if quantize is None else quantize(a)
-    return combine(run(a, w2, D, torch.float32, False), ids, torch.empty_like(x))
+    return combine(run(a, w2, D, torch.float32, False), ids, torch.empty_like(x), origin, E)
 
 
 @cache
@@ -451,6 +450,11 @@ def _check_matrices(w13: ExpertMatrix, w2: ExpertMatrix, D: int, packed: bool) -
     return I
 
 
+def of_rank(origin: int) -> Callable[..., Tensor]:
+    """`experts` on a rank whose matrices begin with the expert `origin`: ids of others add nothing and cost nothing."""
+    return partial(_experts, origin)
+
+
 def experts(
     h: Float[Tensor, "N D"],
     weights: Float[Tensor, "N k"],
@@ -463,13 +467,30 @@ def experts(
 ) -> Float[Tensor, "N D"]:
     """Twin of `moe.experts`: both matrices as released or dense, or both repacked (`packing.pack`).
 
-    The rows between the products are rounded to h's dtype once, after SwiGLU; the sums over the experts never. That ids
-    are below E is not checked: it would wait for the device. A negative id is an expert of another rank: it adds
-    nothing and costs nothing (`experts.skips_negative`; the reference has no such ids).
+    The rows between the products are rounded to h's dtype once, after SwiGLU; the sums over the experts never, but
+    beyond FEW tokens on Hopper what is added up (as the reference does, where the second product ends). That ids are
+    those of experts is not checked: it would wait for the device. Others add nothing (see `of_rank`).
 
     Raises:
         InputError: see `expect`; one repacked matrix of two; repacked ones and not bfloat16 on Hopper.
     """
+    return _experts(0, h, weights, ids, w13, w2, gate_cap, up_cap, quantize)
+
+
+experts.of_rank = of_rank
+
+
+def _experts(
+    origin: int,
+    h: Float[Tensor, "N D"],
+    weights: Float[Tensor, "N k"],
+    ids: Int[Tensor, "N k"],
+    w13: ExpertMatrix,
+    w2: ExpertMatrix,
+    gate_cap: float,
+    up_cap: float,
+    quantize: Quantize = None,
+) -> Float[Tensor, "N D"]:
     (N, D), (_, k) = axes("experts", "h", h, 2), axes("experts", "ids", ids, 2)
     expect("experts", FLOATS, h=(h, (N, D)), weights=(weights, (N, k)))
     expect("experts", INTEGERS, ids=(ids, (N, k)))
@@ -480,14 +501,11 @@ def experts(
         raise InputError(f"triton experts: {h.dtype} on {h.device}, expected bfloat16 on Hopper for repacked matrices")
     I = _check_matrices(w13, w2, D, packed)
     # Offsets of 64 bits would cost the kernels registers, so a very large call is several. (Rows may be filled to 256.)
-    most = min(GRID_ROWS, (OFFSETS - 1) // (k * max(D, I + 255)))
+    most = min(GRID_ROWS, (OFFSETS - 1) // (k * (max(D, I) + 255)))
     if len(h) > most:
         parts = zip(h.split(most), weights.split(most), ids.split(most), strict=True)
-        return torch.cat([experts(*part, w13, w2, gate_cap, up_cap, quantize) for part in parts])
+        return torch.cat([_experts(origin, *part, w13, w2, gate_cap, up_cap, quantize) for part in parts])
     x = h.contiguous() if quantize is None else quantize(h.contiguous())
     run = (_packed_few if N <= FEW else _packed_many) if packed else _released
     rates = (2 / gate_cap, 2 / up_cap, gate_cap * up_cap / 4)
-    return run(x, weights.float().contiguous(), ids.contiguous(), w13, w2, rates, quantize)
-
-
-experts.skips_negative = True
+    return run(x, weights.float().contiguous(), ids.contiguous(), w13, w2, rates, quantize, origin)
