@@ -222,10 +222,12 @@ def estimate(
     link: Link | None = None,
     skew: int | float = 0.0,
     one_shot: bool = True,
+    routing: Load | None = None,
 ) -> Estimate:
     """A pass over the last `tokens` tokens of `batch` sequences of `context` tokens, in each dp group.
 
-    skew: of the routing, see `load`. one_shot: whether sums may take one, which `layers` never do.
+    skew: of the routing, see `load`. one_shot: whether sums may take one, which `layers` never do. routing: what was
+    counted, instead; its rank may be another than the mean one.
     """
     device, text, share = device or Device(), config.text, Share(config, plan, 0)
     D, I, E, R = text.hidden_size, text.moe_intermediate_size, text.n_routed_experts, text.d_rel
@@ -261,7 +263,7 @@ def estimate(
         moved = D * n_own * STREAM * (at_attention + at_mlp + queries + 1 + 4)  # y is added twice: read and written
         add(work["residual mixing and norms"], 1, flops, moved, device.scalar)
     add(work["router"], L, 2 * n_routed * D * E, 4 * E * D + STREAM * n_routed * D, device.scalar)
-    routing = load(E, k, plan.n_ep, N * plan.dp, skew)
+    routing = routing or load(E, k, plan.n_ep, N * plan.dp, skew)
     for quantisation, times in Counter(layer_formats(experts, L)).items():
         for done, visited, pairs in (
             (work["experts"], routing.visited, routing.pairs),

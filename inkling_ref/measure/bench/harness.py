@@ -14,6 +14,7 @@ reference takes too long) and drafts. For head and router a note counts the toke
 
 import json
 import statistics
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -71,6 +72,29 @@ def launched_seconds(calls: list[Callable[[], object]]) -> float:
     return statistics.median(times) / len(calls)
 
 
+def rates(device: str = "cuda") -> tuple[float, float]:
+    """What a device reaches: bytes a second of a copy, read and written, and FLOP/s of a product, on a GPU in bfloat16.
+
+    A CPU is asked for little.
+    """
+    on_gpu = device == "cuda"
+    count, n, dtype, seconds = (2**28, 8192, BF16, graph_seconds) if on_gpu else (2**22, 512, None, clock_seconds)
+    x, y = torch.randn(count, device=device), torch.empty(count, device=device)
+    copy = 2 * x.nbytes / seconds([lambda: torch.mul(x, 1, out=y)] * 4)
+    a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
+    return copy, 2 * n**3 / seconds([lambda: a @ b] * 4)
+
+
+def clock_seconds(calls: list[Callable[[], object]]) -> float:
+    """Median seconds of a call on a CPU."""
+    times = []
+    for call in calls:
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
 def relative_rms(actual: Tensor, exact: Tensor) -> float:
     """||actual - exact|| / ||exact||; NaN where either holds one."""
     return float((actual.double() - exact.double()).norm() / exact.double().norm())
@@ -110,10 +134,7 @@ class Bench:
         self.against, self.peers, self.prepare = against, peers or {}, prepare
         if prepare:
             return
-        x, y = torch.randn(2**28, device="cuda"), torch.empty(2**28, device="cuda")
-        self.copy = 2 * x.nbytes / graph_seconds([lambda: torch.mul(x, 1, out=y)] * 4)
-        a, b = (torch.randn(8192, 8192, device="cuda", dtype=BF16) for _ in range(2))
-        self.matrix = 2 * 8192**3 / graph_seconds([lambda: a @ b] * 4)
+        self.copy, self.matrix = rates()
         print(json.dumps({"limits": {"copy": self.copy, "matrix": self.matrix}}), flush=True)
 
     def arm(

@@ -1,0 +1,192 @@
+"""One rank of a model measured alone: a rehearsal on the CPU, and the arithmetic beside its numbers."""
+
+import json
+from functools import partial
+
+import pytest
+import torch
+from helpers import unchecked
+from parallel_worker import text_config
+
+from inkling_ref.config import InklingConfig
+from inkling_ref.errors import InputError
+from inkling_ref.measure.launches import ELSEWHERE, Launch, _aligned, _launches
+from inkling_ref.measure.ranges import EXPERTS, PREPARATION, ROUTER
+from inkling_ref.parallel import full_scale
+from inkling_ref.parallel.collectives import Link
+from inkling_ref.parallel.estimate import Device, Load, all_reduce, estimate
+from inkling_ref.parallel.full_scale import Cases, Priced, by_section, collective_seconds, load_of, measure, table
+from inkling_ref.parallel.plan import Plan
+
+KEYS = {
+    "decode": {"backend", "rows", "context", "tokens", "seconds", "best", "collective_seconds", "roofline_seconds",
+               "pairs_share", "mean_share", "memory_bytes"},
+    "prefill": {"backend", "tokens", "way", "seconds", "collective_seconds", "roofline_seconds"},
+    "profile": {"backend", "phase", "rows", "context", "launches", "launches_a_layer", "seconds", "sections",
+                "kernels"},
+    "sections": {"name", "seconds", "launches", "roofline_seconds", "bytes", "flops"},
+    "kernels": {"name", "launches", "seconds", "section"},
+}  # fmt: skip
+
+
+@pytest.fixture
+def short(monkeypatch):
+    """Few steps of a small model."""
+    monkeypatch.setattr(full_scale, "STEPS", 3)
+    cases = Cases(((1, 50, 1), (2, 30, 3)), ((1, 50),), 70)
+    monkeypatch.setitem(full_scale.CASES, "cpu", cases)
+    config = text_config()
+    monkeypatch.setattr(InklingConfig, "tiny", classmethod(lambda cls: config))
+    monkeypatch.setattr(full_scale, "synthetic", partial(full_scale.synthetic, experts="bf16"))
+    return config.text
+
+
+@unchecked()
+def test_a_rehearsal(short, tmp_path):
+    path = tmp_path / "full_scale.json"
+    run = measure(2, 1, 0.0, "tiny", path, device="cpu")
+    assert json.loads(path.read_text()) == {"runs": [json.loads(json.dumps(run))]}
+    assert not run["trouble"]
+    for name in ("decode", "prefill", "profile"):
+        assert all(KEYS[name] <= row.keys() for row in run[name])
+    for name in ("sections", "kernels"):
+        assert all(KEYS[name] == row.keys() for of in run["profile"] for row in of[name])
+    steps = [row for row in run["decode"] if row["backend"] == "torch"]
+    assert [(row["rows"], row["context"], row["tokens"]) for row in steps] == [(1, 50, 1), (2, 30, 3)]
+    for row in steps:
+        assert 0 < row["roofline_seconds"] < row["best"] <= row["seconds"]
+        assert 0 < row["pairs_share"] <= row["busiest_share"] <= 1
+        # Embedding, attention and experts of every layer, and the choice of a token: 20 us each.
+        assert row["collective_seconds"] == pytest.approx((1 + 2 * short.num_hidden_layers + 1) * 20e-6, rel=0.1)
+    assert [row["way"] for row in run["prefill"]] == ["replicated", "sequence"]
+    for of in run["profile"]:
+        assert of["seconds"] == pytest.approx(sum(section["seconds"] for section in of["sections"]))
+        assert of["launches"] == pytest.approx(sum(kernel["launches"] for kernel in of["kernels"]))
+        assert {EXPERTS, ROUTER, PREPARATION} < {section["name"] for section in of["sections"]}
+    assert len(run["caveats"]) == 7
+    assert "rank 1 of 2" in run["caveats"][1]
+    lines = table(run).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [line[:2] for line in lines if line[:1].isdigit()] == [f"{i}." for i in range(1, 8)]
+
+    measure(2, 0, 0.0, "tiny", path, seconds=0.0, device="cpu")
+    again = measure(2, 1, 0.0, "tiny", path, seconds=0.0, device="cpu")
+    runs = json.loads(path.read_text())["runs"]
+    assert [one["rank"] for one in runs] == [0, 1]
+    assert not runs[1]["decode"]
+    assert set(again["trouble"].values()) == {"no time left"}
+    assert "torch, decode 2 x 3 at 30" in again["trouble"]
+
+
+@unchecked()
+def test_what_fails_is_said_and_the_rest_goes_on(short, monkeypatch):
+    def fails(model, rows, *others):
+        if rows == 2:
+            raise RuntimeError("out of memory\nby far")
+        return before(model, rows, *others)
+
+    before = full_scale.measure_filled
+    monkeypatch.setattr(full_scale, "measure_filled", fails)
+    run = measure(2, 1, 0.0, "tiny", device="cpu")
+    assert run["trouble"] == {"torch, decode 2 x 3 at 30": "RuntimeError: out of memory"}
+    assert run["decode"][1] == {
+        "backend": "torch", "rows": 2, "context": 30, "tokens": 3, "failed": "RuntimeError: out of memory",
+    }  # fmt: skip
+    assert len(run["prefill"]) == 2
+    assert "RuntimeError: out of memory" in table(run)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((8, 8), "rank 8, expected 0 <= rank < 8"),
+        ((5, 0), "tp is 5, expected a divisor of hidden_size"),
+    ],
+    ids=["rank", "heads"],
+)
+def test_refuses(arguments, message):
+    with pytest.raises(InputError, match=message):
+        measure(*arguments, device="cpu")
+
+
+def test_refuses_the_file_of_another_command(tmp_path):
+    path = tmp_path / "other.json"
+    path.write_text('{"rows": []}')
+    with pytest.raises(InputError, match=r"other\.json: expected runs that this command wrote"):
+        measure(2, 0, 0.0, "nano", path, device="cpu")
+
+
+# ---------------------------------------------------------------- collectives, routes, limits
+
+
+def test_price_of_a_collective():
+    link, S = Link(), 64 * 4608 * 2
+    sent = 2 * 7 * S // 8
+    assert collective_seconds("sum", sent, 8, link) == pytest.approx(all_reduce(8, S, link).seconds)
+    assert collective_seconds("sum", sent, 8, link) == pytest.approx(20e-6 + 7 * S / 360e9)
+    assert collective_seconds("gather", 720_000, 8, link) == pytest.approx(20e-6 + 2e-6)
+    traffic = Priced(8, link)
+    for traffic.phase in ("a", "b", "b"):
+        traffic.add("gather over tp", 720_000)
+    assert traffic.seconds == pytest.approx({"a": 22e-6, "b": 44e-6})
+    assert traffic.to_dict()["b"]["gather over tp"]["calls"] == 2
+
+
+def test_load_of_counted_routes():
+    """5 experts on 2 ranks: 3 and 2. Two layers, 4 tokens that choose 2 each."""
+    counts = [torch.tensor([4.0, 0, 0, 3, 1]), torch.tensor([1.0, 1, 3, 3, 0])]
+    assert load_of(counts, Plan(2), 0, 8) == Load(2.0, 4.5, 2.5, 4.5)
+    assert load_of(counts, Plan(2), 1, 8) == Load(1.5, 3.5, 2.5, 4.5)
+    assert load_of([c / 2 for c in counts], Plan(2), 1, 8).pairs == 3.5  # only half of the tokens were seen
+
+
+def test_sections_add_up_to_the_estimate():
+    config, plan, device = InklingConfig.small(), Plan(8), Device(4.2e12, 740e12)
+    routing = Load(1.25, 1.5, 3.0, 3.5)
+    e = estimate(config, plan, 1, 32768, device=device, routing=routing)
+    even = estimate(config, plan, 1, 32768, device=device)
+    sections = by_section(e, config, plan, 1, device)
+    assert full_scale.total(sections) == pytest.approx(e.compute_seconds, rel=0.01)
+    assert full_scale.total(sections) > e.compute_seconds
+    assert e.work[EXPERTS].bytes > 1.2 * even.work[EXPERTS].bytes
+    assert e.busiest.bytes > e.work[EXPERTS].bytes
+    # 6 heads of 128 and 16, 2 times 128 for keys and values, in and out, 48 layers in 16 bits.
+    assert sections[PREPARATION].bytes == 48 * 2 * 2 * (6 * 128 + 6 * 16 + 2 * 128)
+
+
+# ---------------------------------------------------------------- a trace
+
+
+def span(category, name, begin, duration, correlation=None):
+    more = {} if correlation is None else {"args": {"correlation": correlation}}
+    return {"ph": "X", "cat": category, "name": name, "ts": begin, "dur": duration, **more}
+
+
+def test_launches_of_a_trace():
+    trace = [
+        span("user_annotation", ROUTER, 10, 5),
+        span("cuda_runtime", "cudaLaunchKernel", 11, 1, 1),
+        span("cuda_driver", "cuLaunchKernelEx", 13, 1, 2),
+        span("user_annotation", EXPERTS, 20, 5),
+        span("cuda_driver", "cuLaunchKernelEx", 21, 1, 3),
+        span("cuda_runtime", "cudaLaunchKernel", 27, 1, 4),
+        span("gpu_user_annotation", ROUTER, 100, 20),
+        span("kernel", "a", 100, 10, 1),
+        span("kernel", "b", 104, 16, 2),  # began early and waited
+        span("kernel", "c", 105, 2, 3),  # done before
+        span("kernel", "d", 130, 3, 4),
+    ]
+    assert _launches(trace, True) == [
+        Launch("a", ROUTER, pytest.approx(10e-6)), Launch("b", ROUTER, pytest.approx(10e-6)), Launch("c", EXPERTS, 0),
+        Launch("d", ELSEWHERE, pytest.approx(3e-6)),
+    ]  # fmt: skip
+
+
+def test_launches_of_a_graph_get_their_sections_by_order():
+    launched = [Launch(*of, 1.0) for of in (("a", ROUTER), ("count", ELSEWHERE), ("a", EXPERTS), ("b", EXPERTS))]
+    replayed = [Launch(name, ELSEWHERE, seconds) for name, seconds in (("a", 0.1), ("a", 0.2), ("b", 0.3))]
+    assert list(_aligned(replayed, launched)) == [
+        Launch("a", ROUTER, 0.1), Launch("a", EXPERTS, 0.2), Launch("b", EXPERTS, 0.3)
+    ]  # fmt: skip
+    with pytest.raises(InputError, match="the graph's c is not among those launched one by one"):
+        list(_aligned([Launch("c", ELSEWHERE, 0.1)], launched))
