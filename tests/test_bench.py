@@ -66,7 +66,7 @@ def test_groups_that_hang_or_fail_cost_their_own_rows(child, capsys, tmp_path):
         ("residual", "triton"), ("residual", "compiled"),
     }  # fmt: skip
     assert report["trouble"] == {"router": "exit status 3: out of memory", "prefill": "stopped after 2 s"}
-    assert set(report["notes"]) == {"--against compile,sdpa"}
+    assert {note for notes in report["notes"].values() for note in notes} == {"--against compile,sdpa"}
     assert set(report["limits"]) == {"decode", "prefill", "flex_decode", "residual"}
     assert max(map(len, printed.splitlines())) <= 79
     # One case of two groups, side by side: twice the kernel's time, 45 % of the limit.
@@ -74,6 +74,24 @@ def test_groups_that_hang_or_fail_cost_their_own_rows(child, capsys, tmp_path):
     assert re.search(r"^  compiled +100\.0 +2\.00 +45% +1\.0e-03$", case, re.MULTILINE)
     assert "FlexAttention with bias, and" in case
     assert "  eager: OutOfMemoryError" in case
+
+
+def test_a_report_keeps_what_other_groups_measured_before(child, tmp_path):
+    """On the same GPU with the same versions; a group that is measured again replaces its own."""
+    out = tmp_path / "kernels.json"
+    groups = lambda: [row["group"] for row in json.loads(out.read_text())["rows"] if row["arm"] == "triton"]  # noqa: E731
+    for ops, expected in (
+        (["swiglu"], ["swiglu"]),
+        (["decode"], ["decode", "swiglu"]),
+        (["swiglu"], ["decode", "swiglu"]),
+    ):
+        assert cli.main(["bench", *ops, "--json", str(out), "--seconds", "8"]) == 0
+        assert groups() == expected
+    report = json.loads(out.read_text())
+    assert set(report["dates"]) == set(report["limits"]) == {"decode", "swiglu"}
+    for other in ({"torch": "2.0"}, {"dates": None}):
+        out.write_text(json.dumps({key: x for key, x in (report | other).items() if x is not None}))
+        assert groups("swiglu") == ["swiglu"]
 
 
 def test_time_that_runs_out(child, capsys, tmp_path):

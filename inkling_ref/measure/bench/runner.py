@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -33,6 +34,7 @@ from .harness import KINDS
 GROUP_SECONDS = 60.0  # one group may measure for so long
 LONGER = {"layer": 160.0, "step": 90.0}  # these compile what they measure
 COMPILE_SHARE = 0.4  # of the whole time
+BY_GROUP = ("limits", "notes", "trouble", "dates")  # of a report, beside its rows
 CHILD = [sys.executable, "-m", "inkling_ref.measure.bench"]
 
 
@@ -131,6 +133,7 @@ def run(
 
     Args:
         seconds: the whole run; groups that find no time left are named below the table.
+        json_file: other groups' measurements in it stay, if they come from the same GPU and versions.
         say: shows a line of progress.
     """
     import triton
@@ -139,8 +142,9 @@ def run(
     report: dict = {
         "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
         "python": platform.python_version(), "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "limits": {}, "rows": [], "notes": [], "trouble": {},
+        "limits": {}, "rows": [], "notes": {}, "trouble": {}, "dates": {},
     }  # fmt: skip
+    others = earlier(json_file, report, names)
     options = ["--against", ",".join(against), *(word for name in peers for word in ("--peer", name))]
     workers = max(1, (os.cpu_count() or 1) // len(names))
     groups = [Group(name, options, workers) for name in names]
@@ -161,15 +165,38 @@ def run(
             say(f"{time.monotonic() - began:5.0f} s  {group.name} {trouble}")
             if json_file is not None:
                 with whole_file(json_file) as partial:
-                    partial.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+                    partial.write_text(json.dumps(with_others(report, others), indent=1) + "\n", encoding="utf-8")
     finally:
         for group in groups:
             group.stop()
     print(table(report))
 
 
+def earlier(json_file: Path | None, report: dict, names: Sequence[str]) -> dict:
+    """What the file holds of other groups, by the report's keys; nothing of another GPU or other versions."""
+    old = {}
+    if json_file is not None and json_file.exists():
+        with suppress(ValueError):
+            old = json.loads(json_file.read_text(encoding="utf-8"))
+    same = ("gpu", "torch", "triton", "python")
+    if not isinstance(old, dict) or "dates" not in old or any(old.get(key) != report[key] for key in same):
+        return {"rows": []} | {key: {} for key in BY_GROUP}
+    by_group = {key: {group: x for group, x in old[key].items() if group not in names} for key in BY_GROUP}
+    return {"rows": [row for row in old["rows"] if row["group"] not in names]} | by_group
+
+
+def with_others(report: dict, others: dict) -> dict:
+    """The report, and what `earlier` gave, in the order of the groups."""
+    from .__main__ import GROUPS
+
+    order = list(GROUPS)
+    rows = sorted(others["rows"] + report["rows"], key=lambda row: order.index(row["group"]))
+    return report | {"rows": rows} | {key: others[key] | report[key] for key in BY_GROUP}
+
+
 def collect(group: Group, trouble: str, report: dict) -> None:
     """Put into the report what the group has printed."""
+    report["dates"][group.name] = report["date"]
     lines = group.lines()
     for line in lines:
         if line.startswith('{"') and line.endswith("}"):  # the last one may be cut
@@ -177,7 +204,7 @@ def collect(group: Group, trouble: str, report: dict) -> None:
             if "limits" in entry:
                 report["limits"][group.name] = entry["limits"]
             elif "note" in entry:
-                report["notes"].append(entry["note"])
+                report["notes"].setdefault(group.name, []).append(entry["note"])
             elif "case" in entry:
                 report["rows"].append(entry | {"group": group.name})
     if trouble:
@@ -207,6 +234,6 @@ def table(report: dict) -> str:
             error = f"{row['error']:.1e}" if "error" in row else ""
             share = f"{row['floor_us'] / row['us']:.0%}"
             lines.append(f"  {row['arm'][:36]:36}{row['us']:11.1f}{ratio:>9}{share:>8}{error:>11}")
-    lines += report["notes"]
+    lines += [note for notes in report["notes"].values() for note in notes]
     lines += [f"{name}: {trouble}" for name, trouble in report["trouble"].items()]
     return "\n".join(line[:79] for line in lines)
