@@ -101,7 +101,8 @@ def _pack_e2m1(values: Float[Tensor, "*rows K"]) -> UInt8[Tensor, "*rows half"]:
 
 def _unpack_e2m1(codes: UInt8[Tensor, "*rows half"]) -> Float[Tensor, "*rows K"]:
     """Bytes of two codes to float32 values; the inverse of `_pack_e2m1`."""
-    code = torch.stack((codes & 0xF, codes >> 4), dim=-1).flatten(-2)
+    # Shifts, not a stack of both halves: `torch.compile` then keeps them out of memory.
+    code = (codes[..., None] >> torch.arange(0, 8, 4, dtype=torch.uint8, device=codes.device) & 0xF).flatten(-2)
     index = (code & 7).to(torch.float32)
     magnitude = torch.maximum(torch.maximum(index / 2, index - 2), 2 * index - 8)  # no table: nothing to keep on a GPU
     return torch.where(code < 8, magnitude, -magnitude)

@@ -5,18 +5,23 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import unchecked
+from helpers import random_ids, relative_rms, unchecked
 from parallel_worker import text_config
 
+from inkling_ref.backends import Backend
 from inkling_ref.config import InklingConfig
+from inkling_ref.decode_step import DecodeStep, StepBackend
 from inkling_ref.errors import InputError
 from inkling_ref.measure.launches import ELSEWHERE, Launch, _aligned, _launches
-from inkling_ref.measure.ranges import EXPERTS, PREPARATION, ROUTER
+from inkling_ref.measure.ranges import ATTENTION, EXPERTS, PREPARATION, ROUTER
 from inkling_ref.parallel import full_scale
+from inkling_ref.parallel.apply import Mesh
+from inkling_ref.parallel.arms import compiled, release_experts, use
 from inkling_ref.parallel.collectives import Link
 from inkling_ref.parallel.estimate import Device, Load, all_reduce, estimate
 from inkling_ref.parallel.full_scale import Cases, Priced, by_section, collective_seconds, load_of, measure, table
 from inkling_ref.parallel.plan import Plan
+from inkling_ref.parallel.synthetic import synthetic
 
 KEYS = {
     "decode": {"backend", "rows", "context", "tokens", "seconds", "best", "collective_seconds", "roofline_seconds",
@@ -30,10 +35,18 @@ KEYS = {
 
 
 @pytest.fixture
+def traced(monkeypatch):
+    """`torch.compile` without a compiler. The code of the shape checks breaks graphs: they are whole without it."""
+    whole = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, dynamic=None, **_: whole(f, dynamic=dynamic, backend="eager"))
+
+
+@pytest.fixture
 def short(monkeypatch):
-    """Few steps of a small model."""
+    """Few steps of a small model, nothing compiled."""
+    monkeypatch.setattr(full_scale, "compiled", lambda model, length: StepBackend())
     monkeypatch.setattr(full_scale, "STEPS", 3)
-    cases = Cases(((1, 50, 1), (2, 30, 3)), ((1, 50),), 70)
+    cases = Cases(((1, 50, 1), (2, 30, 3)), ((1, 50),), 70, ((1, 50, 1),))
     monkeypatch.setitem(full_scale.CASES, "cpu", cases)
     config = text_config()
     monkeypatch.setattr(InklingConfig, "tiny", classmethod(lambda cls: config))
@@ -53,6 +66,7 @@ def test_a_rehearsal(short, tmp_path):
         assert all(KEYS[name] == row.keys() for of in run["profile"] for row in of[name])
     steps = [row for row in run["decode"] if row["backend"] == "torch"]
     assert [(row["rows"], row["context"], row["tokens"]) for row in steps] == [(1, 50, 1), (2, 30, 3)]
+    assert [row["backend"] for row in run["decode"]] == ["torch", "torch", "reference", "compile"]
     for row in steps:
         assert 0 < row["roofline_seconds"] < row["best"] <= row["seconds"]
         assert 0 < row["pairs_share"] <= row["busiest_share"] <= 1
@@ -62,7 +76,9 @@ def test_a_rehearsal(short, tmp_path):
     for of in run["profile"]:
         assert of["seconds"] == pytest.approx(sum(section["seconds"] for section in of["sections"]))
         assert of["launches"] == pytest.approx(sum(kernel["launches"] for kernel in of["kernels"]))
-        assert {EXPERTS, ROUTER, PREPARATION} < {section["name"] for section in of["sections"]}
+        assert {EXPERTS, ROUTER, ATTENTION} < {section["name"] for section in of["sections"]}
+    whole = {of["backend"] for of in run["profile"] if of["phase"] == "decode"}
+    assert whole == {"torch", "reference", "compile"}
     assert len(run["caveats"]) == 7
     assert "rank 1 of 2" in run["caveats"][1]
     lines = table(run).splitlines()
@@ -87,7 +103,7 @@ def test_what_fails_is_said_and_the_rest_goes_on(short, monkeypatch):
 
     before = full_scale.measure_filled
     monkeypatch.setattr(full_scale, "measure_filled", fails)
-    run = measure(2, 1, 0.0, "tiny", device="cpu")
+    run = measure(2, 1, 0.0, "tiny", device="cpu", against=())
     assert run["trouble"] == {"torch, decode 2 x 3 at 30": "RuntimeError: out of memory"}
     assert run["decode"][1] == {
         "backend": "torch", "rows": 2, "context": 30, "tokens": 3, "failed": "RuntimeError: out of memory",
@@ -109,11 +125,55 @@ def test_refuses(arguments, message):
         measure(*arguments, device="cpu")
 
 
+def test_refuses_an_arm_that_is_none():
+    with pytest.raises(InputError, match="--against vllm, expected some of reference, compile, or none"):
+        measure(2, 0, 0.0, "nano", device="cpu", against=("compile", "vllm"))
+
+
 def test_refuses_the_file_of_another_command(tmp_path):
     path = tmp_path / "other.json"
     path.write_text('{"rows": []}')
     with pytest.raises(InputError, match=r"other\.json: expected runs that this command wrote"):
         measure(2, 0, 0.0, "nano", path, device="cpu")
+
+
+# ---------------------------------------------------------------- other arms on the same weights
+
+
+@unchecked()
+@torch.inference_mode()
+def test_compiled_operations_give_what_the_reference_gives(traced):
+    """On a rank whose tokens choose others' experts too; experts of both formats."""
+    model = synthetic(InklingConfig.nano(), Mesh.stand_in(Plan(2), 1))
+    ids, hidden, tokens = random_ids(2, 1), [], []
+    for ops in (StepBackend(), compiled(model, 41)):
+        use(model, ops)
+        step = DecodeStep(model, 2, 42)
+        step.fill([41, 41])
+        hidden.append(step(ids))
+        tokens.append(step.next_tokens())
+    assert {layer.mlp.experts.stored_format for layer in model.llm.layers} == {"nvfp4", "mxfp8"}
+    assert relative_rms(hidden[1], hidden[0]) < 1e-5
+    assert torch.equal(*tokens)
+    assert model.llm.layers[0].mlp.skips
+    use(model, Backend())
+    assert not model.llm.layers[0].mlp.skips
+
+
+def test_experts_return_to_the_released_layout_to_the_bit():
+    packing = pytest.importorskip("inkling_ref.kernels.packing")
+    model = synthetic(InklingConfig.nano(), Mesh.stand_in(Plan(2), 1))
+    experts = [model.llm.layers[i].mlp.experts for i in (0, -1)]
+    before = [e.matrix(name) for e in experts for name in ("w13_weight", "w2_weight")]
+    for e in experts:
+        packing.pack_layer(e)
+    release_experts(model)
+    after = [e.matrix(name) for e in experts for name in ("w13_weight", "w2_weight")]
+    assert [m.amax is None for m in before] == [False, False, True, True]
+    for old, new in zip(before, after, strict=True):
+        for a, b in zip(old, new, strict=True):
+            assert (a is None) == (b is None)
+            assert a is None or torch.equal(*(t.flatten().view(torch.uint8) for t in (a, b)))
 
 
 # ---------------------------------------------------------------- collectives, routes, limits

@@ -7,8 +7,9 @@ in the released formats. Then, the most important first:
   from the ids of a step to the next tokens. Of a graph one step more runs launch by launch, to count routes.
 - profile. What a step, or a prefill, launches, by section of `measure.ranges`, beside what the section cannot beat.
 - prefill. A prompt by `DecodeStep.prefill`, each rank mixing all tokens (replicated) or its share of them (sequence).
-- arms. The eager reference on the released layout, with its growing cache; and `torch.compile`: every operation of a
-  step compiled, the step one CUDA graph (`bench.peers.gathered_experts` says how it runs experts).
+- arms. From here on experts are in the released layout, repacked where they lie. The eager reference, with its growing
+  cache, dequantises expert by expert. `torch.compile`: the operations of a step, each compiled for its fixed shapes,
+  the step one CUDA graph as ours; `bench.peers.gathered_experts` says how its experts run.
 
 Limits come from `estimate` at the rates of a copy and of a product measured here, with the experts that were counted.
 Collectives are stand-ins: their seconds are `estimate.all_reduce`'s and `Link`'s, in a column of their own.
@@ -22,7 +23,7 @@ import platform
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -35,10 +36,12 @@ import torch
 import typer
 from torch import Tensor
 
+from ..backends import Backend
 from ..config import InklingConfig
 from ..decode_step import DecodeStep
 from ..errors import InputError
 from ..measure.bench.harness import L2_BYTES, rates, said
+from ..measure.bench.layer import Case, filled, growing
 from ..measure.launches import Launch, launches
 from ..measure.ranges import (
     ATTENTION,
@@ -54,6 +57,7 @@ from ..measure.ranges import (
 from ..model import Inkling
 from ..tensor_files import whole_file
 from .apply import Mesh
+from .arms import compiled, release_experts, use
 from .collectives import Link, Traffic, waited
 from .estimate import ALPHAS, STREAM, Device, Estimate, Load, Work, all_reduce, estimate, load
 from .plan import Plan, Share, owners
@@ -66,15 +70,20 @@ STEPS = 24  # that are timed
 KEY = ("gpu", "preset", "tp", "rank", "skew")  # of a run in the file
 COUNTED = ("decode", "prefill", "one step, not a graph")  # phases whose routes are counted
 WAYS = ("replicated", "sequence")
+ARMS = ("reference", "compile")  # to compare with
 
 
 @dataclass(frozen=True)
 class Cases:
-    """decode: (rows, context, new tokens a row); profiled: those of single tokens; prefill: tokens."""
+    """decode: (rows, context, new tokens a row); profiled: of single tokens; prefill: tokens.
+
+    compared: decoding of the other arms; the first is profiled.
+    """
 
     decode: tuple[tuple[int, int, int], ...]
     profiled: tuple[tuple[int, int], ...]
     prefill: int
+    compared: tuple[tuple[int, int, int], ...]
 
 
 CASES = {
@@ -85,8 +94,9 @@ CASES = {
         ),
         ((1, 32 * K), (8, 32 * K), (64, 32 * K)),
         8 * K,
+        ((1, 32 * K, 1), (1, K, 1), (8, 32 * K, 1)),
     ),
-    "cpu": Cases(((1, 500, 1), (2, 70, 3)), ((1, 500),), 128),
+    "cpu": Cases(((1, 500, 1), (2, 70, 3)), ((1, 500),), 128, ((1, 500, 1),)),
 }  # fmt: skip
 GOALS = {(1, 32 * K, 1): 2.0e-3, (8, 32 * K, 1): 4.0e-3, (64, 32 * K, 1): 15e-3, (1, LONGEST, 1): 2.3e-3}  # of TP8
 PREFILL_GOALS = {"replicated": 150e-3, "sequence": 100e-3}
@@ -370,6 +380,52 @@ class Run:
         self.keep_profile(backend, "prefill", 1, T, calls, limits, way=way)
         return f"{1e3 * median(times):.1f} ms, limit {1e3 * limit:.1f}, collectives +{1e3 * on_top:.1f}"
 
+    def reference(self, rows: int, context: int, tokens: int) -> None:
+        """The model as it is defined, call by call."""
+        model, own = self.model, {"backend": "reference", "rows": rows, "context": context, "tokens": tokens}
+
+        def measure() -> str:
+            case, times = Case(rows, context, tokens), []
+            call = growing(model, *filled(model, case), head=True)
+            self.traffic.phase = "decode"
+            with counted(model) as counts:
+                call()
+            on_top = self.traffic.seconds["decode"]
+            self.traffic.phase = "the same again"
+            while len(times) < 5 or (len(times) < STEPS and sum(times) < 1):
+                start = waited(model.device)
+                call()
+                times.append(waited(model.device) - start)
+            memory = self.memory(0)
+            line = self.keep_decode(own, times, counts, on_top, memory)
+            if (rows, context, tokens) == self.cases.compared[0]:
+                routing = load_of(counts, self.plan, self.rank, rows * tokens * model.config.text.num_experts_per_tok)
+                _, limits = self.paper(rows, context + tokens, tokens, routing)
+                found = launches(model, call, repeats=1)
+                line += "; " + self.keep_profile("reference", "decode", rows, context, found, limits)
+            return line
+
+        self.attempt(f"reference, decode {rows} x {tokens} at {context}", measure, own)
+
+    def compare(self, against: Sequence[str]) -> None:
+        """The other arms, on the same bytes; ours are over."""
+        model, cases = self.model, self.cases.compared
+        if against:
+            release_experts(model)
+        if "reference" in against:
+            use(model, Backend())
+            model.llm.logits.sampling = 0.0, None, None  # ranks exchange their best token, not all logits
+            for case in cases:
+                self.reference(*case)
+        if "compile" in against:
+            with torch._dynamo.config.patch(recompile_limit=64):  # kinds of layers, and of what reads them
+                for rows, context, tokens in cases:
+                    use(model, compiled(model, context))
+                    self.decode("compile", rows, context, tokens)
+                    if (rows, context, tokens) == cases[0]:
+                        name = f"compile, profile {rows} x 1 at {context}"
+                        self.attempt(name, partial(self.profile_decode, "compile", rows, context))
+
     def ours(self, backend: str) -> None:
         """Everything but the arms to compare with."""
         for case in self.cases.decode:
@@ -412,8 +468,9 @@ def caveats(model: Inkling, found: dict[str, Any], link: Link) -> list[str]:
         "Weights are random, and of a sum over ranks only this rank's part is there: the values are not the model's, "
         "its tokens mean nothing. Times do not depend on that. That ranks together compute the model is shown apart: "
         "all ranks of a few layers in turn (parallel.in_turn), and worlds of small models (tests).",
-        f"{plan.world - 1} other processes are missing: no waiting for a slower one, no messages that take memory "
-        "bandwidth and multiprocessors from the kernels, no jitter of hosts. All of it makes a real step longer.",
+        f"The other ranks are missing, {plan.world - 1} of {plan.world}: no waiting for a slower one, no messages "
+        "that take memory bandwidth and multiprocessors from the kernels, no jitter of hosts. All of that makes a real "
+        "step longer.",
         f"No zeros: an H200 was 13 % faster on them. {found['weights_bytes'] / 1e9:.1f} GB of random weights in the "
         f"released formats; keys and values as large as real ones; every token routes to {k} different of {E} experts.",
         f"All {L} layers run one after the other, each on its own weights: a step of one token reads about "
@@ -453,7 +510,7 @@ def table(run: dict[str, Any]) -> str:
     for of in run["profile"]:
         case = f"{of['rows']} x {of['context']}" if of["phase"] == "decode" else f"{of['context']}, {of['way']}"
         lines += ["", f"{of['backend']}, {of['phase']} {case}: {of['launches']:.0f} launches, "
-                  f"{of['launches_a_layer']:.1f} a layer, {1e3 * of['seconds']:.3f} ms in kernels"]  # fmt: skip
+                  f"{of['launches_a_layer']:.1f} a layer, {1e3 * of['seconds']:.4g} ms busy"]  # fmt: skip
         lines.append(f"{'':47}{'launches':>9}{'us':>12}{'limit':>12}")
         for section in of["sections"]:
             numbers = f"{1e6 * section['seconds']:12.1f}{1e6 * section['roofline_seconds']:12.1f}"
@@ -516,12 +573,14 @@ def measure(
     path: Path | None = None,
     seconds: float = 400.0,
     device: str = "cuda",
+    against: Sequence[str] = ARMS,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """The run, which `path` holds so far at any time.
 
     Raises:
-        InputError: a plan that does not fit the model, a rank that is not in it, no GPU, a file of another kind.
+        InputError: a plan that does not fit the model, a rank that is not in it, an arm that is none, no GPU, a file
+            of another kind.
     """
     began = time.monotonic()
     config, plan, link = getattr(InklingConfig, preset)(), Plan(tp), Link()
@@ -530,6 +589,9 @@ def measure(
     mesh.traffic = Priced(tp, link)
     for group in (mesh.world, mesh.tp, mesh.dp):
         group.traffic = mesh.traffic
+    for arm in against:
+        if arm not in ARMS:
+            raise InputError(f"--against {arm}, expected some of {', '.join(ARMS)}, or none")
     if path is not None:
         read(path)
     on_gpu = device == "cuda"
@@ -556,6 +618,7 @@ def measure(
 
     run = Run(model, found, began + seconds, save, say)
     run.ours(backend)
+    run.compare(against)
     save()
     return found
 
@@ -570,10 +633,14 @@ def main(
     ] = None,
     seconds: Annotated[float, typer.Option(help="Of the whole run; cases without time are named below.")] = 400.0,
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="On a CPU at small sizes.")] = "cuda",
+    against: Annotated[str, typer.Option(help="Arms to compare with: some of them, or none.")] = ",".join(ARMS),
 ) -> None:
     """Measure one rank of a full-size model on one GPU."""
+    arms = [] if against == "none" else against.split(",")
     try:
-        found = measure(tp, rank, skew, preset, json_file, seconds, device, lambda line: print(line, file=sys.stderr))
+        found = measure(
+            tp, rank, skew, preset, json_file, seconds, device, arms, lambda line: print(line, file=sys.stderr)
+        )
     except InputError as error:
         print(f"full_scale: {error}", file=sys.stderr)
         raise typer.Exit(2) from None

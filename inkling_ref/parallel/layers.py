@@ -35,6 +35,7 @@ from jaxtyping import Bool, Float, Int, Shaped, UInt8
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..backends import Backend
 from ..cache import Step, Tail
 from ..errors import InputError
 from ..model import TextModel
@@ -166,10 +167,12 @@ class ShardedMoE(nn.Module):
         for expert, ranks in enumerate(table):
             is_owner[expert, ranks] = True
         self.is_owner = is_owner  # no buffer: a model that is loaded piece by piece would not move it
-        ops = moe.experts.ops
+        self.use(moe.experts.ops)
+
+    def use(self, ops: Backend) -> None:
+        """Run the experts by a backend's operation."""
         self.skips = self.first < self.stop and hasattr(ops.experts, "of_rank")
-        if self.skips:
-            self.experts.ops = replace(ops, experts=ops.experts.of_rank(self.first))
+        self.experts.ops = replace(ops, experts=ops.experts.of_rank(self.first)) if self.skips else ops
 
     def owned(
         self, h: Float[Tensor, "N D"], weights: Float[Tensor, "N k"], ids: Int[Tensor, "N k"]

@@ -4,6 +4,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,9 @@ from torch import Tensor
 from ...attention import attend
 from ...cache import Cache, Log
 from ...model import Inkling
-from ...moe import ExpertMatrix
+from ...moe import ExpertMatrix, softcapped_swiglu
+from ...quantization import mxfp8_decode, nvfp4_decode
+from ...residual import rounded, wide
 from .experts import grouped
 
 EXPERTS_MODES = ("grouped_mm", "batched_mm", "eager")  # of transformers; its further ones need kernels from a hub
@@ -102,6 +105,46 @@ def grouped_experts(
 ) -> Tensor:  # fmt: skip
     """`moe.experts` of dense matrices as PyTorch's grouped product: nothing waits for the device."""
     return grouped(h, weights, ids, w13, w2, gate_cap, up_cap)
+
+
+def gathered_experts(
+    h: Tensor, weights: Tensor, ids: Tensor, w13: ExpertMatrix, w2: ExpertMatrix, gate_cap: float, up_cap: float,
+    quantize: None = None,
+) -> Tensor:  # fmt: skip
+    """`moe.experts` for `torch.compile`, on the released bytes: one fixed shape, and nothing waits for the device.
+
+    Every pair of a token and an expert is a row, and gathers its expert's bytes: dequantised and multiplied as one
+    elementwise product and a sum, they need never be in memory as numbers. (Not compiled, they are.)
+    """
+    return _gathered(0, h, weights, ids, w13, w2, gate_cap, up_cap)
+
+
+# On a rank, pairs of others are rows too: of its first expert, with weight 0. A row fewer would be another shape.
+gathered_experts.of_rank = lambda first: partial(_gathered, first)
+
+
+def _gathered(
+    first: int, h: Tensor, weights: Tensor, ids: Tensor, w13: ExpertMatrix, w2: ExpertMatrix, gate_cap: float,
+    up_cap: float, quantize: None = None,
+) -> Tensor:  # fmt: skip
+    (N, k), expert = ids.shape, ids.flatten() - first
+    is_here = (expert >= 0) & (expert < len(w13.weight))
+    expert = torch.where(is_here, expert, 0)
+
+    def product(x: Tensor, matrix: ExpertMatrix) -> Tensor:
+        codes, scale, amax, denominator = matrix
+        if scale is None:
+            w = codes[expert]
+        else:  # bytes: of 8-bit floats PyTorch gathers few
+            codes, scale = (t.view(torch.uint8)[expert].view(t.dtype) for t in (codes, scale))
+            decoded = mxfp8_decode if amax is None else nvfp4_decode
+            w = decoded(codes, scale, *(() if amax is None else (amax[expert], denominator)), x.dtype)
+        return rounded((wide(w) * wide(x)[:, None]).sum(dim=-1), x.dtype)
+
+    rows = h[:, None].expand(-1, k, -1).flatten(0, 1)
+    y = wide(product(softcapped_swiglu(product(rows, w13), gate_cap, up_cap), w2))
+    weights = torch.where(is_here.view(N, k), weights, 0)
+    return rounded((y.view(N, k, -1) * weights[..., None]).sum(dim=1), h.dtype)
 
 
 def attend_cache_at(length: int) -> Callable:
