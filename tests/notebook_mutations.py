@@ -81,4 +81,9 @@ MUTATIONS: dict[str, list[tuple[str, Callable[[Any], Any]]]] = {
         ("parallel.layers.ShardedMoE.owned", lambda f: lambda self, h, w, ids: f(self, h, w, ids + 1)),
         ("parallel.plan.owners", lambda f: lambda plan, E: f(plan, E)[::-1]),  # the last experts for the first rank
     ],
+    "full_scale": [
+        ("parallel.in_turn._copy", lambda f: lambda made, outs: None),  # a collective that gives nothing
+        ("parallel.plan._part", lambda f: lambda count, parts, index: f(count, parts, 0)),  # the first heads for all
+        ("parallel.estimate.estimate", lambda f: lambda c, p, t, S, *rest, **o: f(c, p, t, 2 * S, *rest, **o)),
+    ],
 }

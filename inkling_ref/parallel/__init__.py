@@ -13,4 +13,5 @@ in_turn      all ranks of a world in one process, one after the other; a slice o
 run          `inkling-ref run`
 calibrate    `inkling-ref bench collectives`: what they take here, beside the cost model
 estimate     bytes, FLOPs, collectives and memory of a rank, on paper
+figures      what one rank of a full-size model measured, drawn beside its limits; a server, modelled
 """

@@ -193,12 +193,16 @@ def bound(model: Inkling, mesh: Mesh | None = None, backend: str | Backend = "to
 # ---------------------------------------------------------------- a checked slice
 
 DECODED, VERIFIED, REJECTED = 4, 8, (3, 0)  # steps of one token; tokens of a step; of each row, taken back after it
-FORMS: dict[str, dict[str, Any]] = {  # of a plan; "step" is `step`, all others are `layers`
+CUT = {"sequence": True, "sequence_from": 16}
+FORMS: dict[
+    str, dict[str, Any]
+] = {  # of a plan; on a `DecodeStep`, or by `layers`, where tokens may be sent to experts
     "step": {},
-    "sums": {},
-    "by token": {"sequence": True, "sequence_from": 16},
-    "tokens sent": {"exchange": "all_to_all"},
-    "both": {"sequence": True, "sequence_from": 16, "exchange": "all_to_all"},
+    "step, cut": CUT,
+    "layers": {},
+    "layers, cut": CUT,
+    "sent": {"exchange": "all_to_all"},
+    "sent, cut": {"exchange": "all_to_all", **CUT},
 }
 
 
@@ -286,7 +290,7 @@ def check_slice(
         for shard in shards:
             _prepare(shard, *arm)
         for form, plan in plans.items():
-            call, expected = (by_step, single[arm][0]) if form == "step" else (by_layers, single[arm][1])
+            call, expected = (by_step, single[arm][0]) if "step" in form else (by_layers, single[arm][1])
             first, *others = in_turn(plan, partial(_of_rank, call, shards, arm[0], ids))
             for kind, x in first.items():
                 alone, best = expected[kind], exact[kind][:, -x.shape[1] :]
