@@ -595,7 +595,10 @@ def run(
         float | None, typer.Option(help="Synthetic: fall of the router's bias from first to last expert; default: 0.")
     ] = None,
     device: Device = "cpu",
-    backend: Annotated[Literal["torch", "triton"], typer.Option(help="What runs the operations.")] = "torch",
+    backend: Annotated[
+        Literal["torch", "compile", "triton"],
+        typer.Option(help="What runs the operations: the reference, compiled (of --filled), or the kernels."),
+    ] = "torch",
     alpha: Annotated[
         float | None, typer.Option(help="Of --only-rank's modelled collectives: microseconds a call; default: 20.")
     ] = None,
@@ -623,6 +626,7 @@ def run(
         ("--graph", {} if graph else {"--filled": filled or None}),
         ("--context", {} if context else {"--filled": filled or None}),
         ("--filled", {} if filled else {"--step-tokens": step_tokens}),
+        ("--filled --synthetic", {} if filled and synthetic else {"--backend compile": backend == "compile" or None}),
     ):
         for option, value in options.items():
             if value is not None:

@@ -1,6 +1,7 @@
 """One rank of a model measured alone: a rehearsal on the CPU, and the arithmetic beside its numbers."""
 
 import json
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -9,12 +10,13 @@ from helpers import random_ids, relative_rms, unchecked
 from parallel_worker import text_config
 
 from inkling_ref.backends import Backend
-from inkling_ref.config import InklingConfig
+from inkling_ref.cli import main as command
+from inkling_ref.config import FULL, SLIDING, InklingConfig
 from inkling_ref.decode_step import DecodeStep, StepBackend
 from inkling_ref.errors import InputError
 from inkling_ref.measure.launches import ELSEWHERE, Launch, _aligned, _launches
 from inkling_ref.measure.ranges import ATTENTION, EXPERTS, PREPARATION, ROUTER
-from inkling_ref.parallel import full_scale
+from inkling_ref.parallel import full_scale, run
 from inkling_ref.parallel.apply import Mesh
 from inkling_ref.parallel.arms import compiled, release_experts, use
 from inkling_ref.parallel.collectives import Link
@@ -57,31 +59,31 @@ def short(monkeypatch):
 @unchecked()
 def test_a_rehearsal(short, tmp_path):
     path = tmp_path / "full_scale.json"
-    run = measure(2, 1, 0.0, "tiny", path, device="cpu")
-    assert json.loads(path.read_text()) == {"runs": [json.loads(json.dumps(run))]}
-    assert not run["trouble"]
+    found = measure(2, 1, 0.0, "tiny", path, device="cpu")
+    assert json.loads(path.read_text()) == {"runs": [json.loads(json.dumps(found))]}
+    assert not found["trouble"]
     for name in ("decode", "prefill", "profile"):
-        assert all(KEYS[name] <= row.keys() for row in run[name])
+        assert all(KEYS[name] <= row.keys() for row in found[name])
     for name in ("sections", "kernels"):
-        assert all(KEYS[name] == row.keys() for of in run["profile"] for row in of[name])
-    steps = [row for row in run["decode"] if row["backend"] == "torch"]
+        assert all(KEYS[name] == row.keys() for of in found["profile"] for row in of[name])
+    steps = [row for row in found["decode"] if row["backend"] == "torch"]
     assert [(row["rows"], row["context"], row["tokens"]) for row in steps] == [(1, 50, 1), (2, 30, 3)]
-    assert [row["backend"] for row in run["decode"]] == ["torch", "torch", "reference", "compile"]
+    assert [row["backend"] for row in found["decode"]] == ["torch", "torch", "reference", "compile"]
     for row in steps:
         assert 0 < row["roofline_seconds"] < row["best"] <= row["seconds"]
         assert 0 < row["pairs_share"] <= row["busiest_share"] <= 1
         # Embedding, attention and experts of every layer, and the choice of a token: 20 us each.
         assert row["collective_seconds"] == pytest.approx((1 + 2 * short.num_hidden_layers + 1) * 20e-6, rel=0.1)
-    assert [row["way"] for row in run["prefill"]] == ["replicated", "sequence"]
-    for of in run["profile"]:
+    assert [row["way"] for row in found["prefill"]] == ["replicated", "sequence"]
+    for of in found["profile"]:
         assert of["seconds"] == pytest.approx(sum(section["seconds"] for section in of["sections"]))
         assert of["launches"] == pytest.approx(sum(kernel["launches"] for kernel in of["kernels"]))
         assert {EXPERTS, ROUTER, ATTENTION} < {section["name"] for section in of["sections"]}
-    whole = {of["backend"] for of in run["profile"] if of["phase"] == "decode"}
+    whole = {of["backend"] for of in found["profile"] if of["phase"] == "decode"}
     assert whole == {"torch", "reference", "compile"}
-    assert len(run["caveats"]) == 7
-    assert "rank 1 of 2" in run["caveats"][1]
-    lines = table(run).splitlines()
+    assert len(found["caveats"]) == 7
+    assert "rank 1 of 2" in found["caveats"][1]
+    lines = table(found).splitlines()
     assert max(map(len, lines)) <= 80
     assert [line[:2] for line in lines if line[:1].isdigit()] == [f"{i}." for i in range(1, 8)]
 
@@ -103,13 +105,13 @@ def test_what_fails_is_said_and_the_rest_goes_on(short, monkeypatch):
 
     before = full_scale.measure_filled
     monkeypatch.setattr(full_scale, "measure_filled", fails)
-    run = measure(2, 1, 0.0, "tiny", device="cpu", against=())
-    assert run["trouble"] == {"torch, decode 2 x 3 at 30": "RuntimeError: out of memory"}
-    assert run["decode"][1] == {
+    found = measure(2, 1, 0.0, "tiny", device="cpu", against=())
+    assert found["trouble"] == {"torch, decode 2 x 3 at 30": "RuntimeError: out of memory"}
+    assert found["decode"][1] == {
         "backend": "torch", "rows": 2, "context": 30, "tokens": 3, "failed": "RuntimeError: out of memory",
     }  # fmt: skip
-    assert len(run["prefill"]) == 2
-    assert "RuntimeError: out of memory" in table(run)
+    assert len(found["prefill"]) == 2
+    assert "RuntimeError: out of memory" in table(found)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +146,9 @@ def test_refuses_the_file_of_another_command(tmp_path):
 @torch.inference_mode()
 def test_compiled_operations_give_what_the_reference_gives(traced):
     """On a rank whose tokens choose others' experts too; experts of both formats."""
-    model = synthetic(InklingConfig.nano(), Mesh.stand_in(Plan(2), 1))
+    text = InklingConfig.nano().text
+    text = replace(text, num_hidden_layers=3, layer_types=[SLIDING, FULL, SLIDING])
+    model = synthetic(InklingConfig(text, None), Mesh.stand_in(Plan(2), 1))
     ids, hidden, tokens = random_ids(2, 1), [], []
     for ops in (StepBackend(), compiled(model, 41)):
         use(model, ops)
@@ -158,6 +162,18 @@ def test_compiled_operations_give_what_the_reference_gives(traced):
     assert model.llm.layers[0].mlp.skips
     use(model, Backend())
     assert not model.llm.layers[0].mlp.skips
+
+
+@unchecked()
+def test_run_on_compiled_operations(short, monkeypatch, tmp_path):
+    made = []
+    monkeypatch.setattr(run, "compiled", lambda model, length: made.append((model.mesh.rank, length)) or StepBackend())
+    line = ["run", "--synthetic", "tiny", "--experts", "bf16", "--tp", 2, "--only-rank", 1, "--graph", "--filled"]
+    line += ["--context", 40, "--max-new-tokens", 3, "--backend", "compile", "--out", tmp_path / "report.json"]
+    assert command([str(word) for word in line]) == 0
+    (rank,) = json.loads((tmp_path / "report.json").read_text())["ranks"]
+    assert len(rank["step_seconds"]) == 3
+    assert made == [(1, 40)]
 
 
 def test_experts_return_to_the_released_layout_to_the_bit():

@@ -153,6 +153,7 @@ def test_a_graphs_collectives_count_once_a_replay():
         (["--graph", "--context", 5, "--step-tokens", 2], "--step-tokens belongs to --filled, expected it there alone"),
         (["--graph", "--context", 5, "--trace"], "--trace with --graph, expected one without the other"),
         (["--graph", "--context", 5, "--filled", "--sequence"], "--sequence with --filled, expected one without the"),
+        (["--graph", "--context", 5, "--backend", "compile"], "--backend compile belongs to --filled --synthetic"),
         (["--graph", "--context", 5, "--exchange", "all_to_all"], "--exchange all_to_all with --graph"),
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",

@@ -64,6 +64,8 @@ def launches(
 
 def _aligned(replayed: list[Launch], launched: list[Launch]) -> Iterator[Launch]:
     """With the sections of the same calls launched one by one, among which some may be in no graph."""
+    if not replayed:
+        raise InputError("launches: the profiler saw none of the graph's")
     rest = iter(launched)
     for name, _, seconds in replayed:
         section = next((launch.section for launch in rest if launch.name == name), None)

@@ -45,6 +45,7 @@ def compiled(model: Inkling, length: int) -> StepBackend:
     One by one: a step of many layers as one would compile for many minutes, and what can be fused is within them. For
     fixed shapes, but for the number of completed blocks, which changes from layer to layer.
     """
+    torch._dynamo.config.recompile_limit = 64  # of an operation: kinds of layers, and of what reads them
     fixed = partial(torch.compile, fullgraph=True, dynamic=False)
     names = ("embed_and_norm", "project", "prepare_qkv")
     experts = fixed(gathered_experts.of_rank(model.share.local_experts.start))

@@ -32,6 +32,7 @@ from ..errors import InputError
 from ..model import Inkling
 from ..tensor_files import whole_file
 from .apply import Mesh, load
+from .arms import compiled, use
 from .collectives import Link, entering, waited
 from .drafter import load_drafter
 from .generation import generate
@@ -79,6 +80,7 @@ def main(
         trace: record when every module and collective began and how long it took; the device is waited for at each,
             which makes the pass slower.
         graph: decode with fixed addresses (`DecodeStep`), on a GPU as one CUDA graph.
+        backend: "compile": the operations of `filled` steps of synthetic weights through `torch.compile`, see `arms`.
         filled: of random_tokens with graph: nothing is read, random keys and values stand for what would have been;
             then max_new_tokens steps of `step_tokens` random ids a row.
 
@@ -141,7 +143,10 @@ def main(
             model = load(checkpoint, mesh, device, dtype, backend)
             drafter = load_drafter(checkpoint, model) if draft else None
         else:
-            model = synthetic(config, mesh, device, dtype, backend, experts, skew)
+            is_compiled = backend == "compile"
+            model = synthetic(config, mesh, device, dtype, "torch" if is_compiled else backend, experts, skew)
+            if is_compiled:
+                use(model, compiled(model, random_tokens[1]))
             drafter = synthetic_drafter(model) if draft else None
         load_seconds = time.perf_counter() - start
         prompts = [tokens[i] for i in rows] or None
