@@ -132,6 +132,11 @@ def test_refuses_an_arm_that_is_none():
         measure(2, 0, 0.0, "nano", device="cpu", against=("compile", "vllm"))
 
 
+def test_refuses_a_folder_that_is_not_there(tmp_path):
+    with pytest.raises(InputError, match="no such folder, expected one for the file"):
+        measure(2, 0, 0.0, "nano", tmp_path / "nowhere" / "file.json", device="cpu")
+
+
 def test_refuses_the_file_of_another_command(tmp_path):
     path = tmp_path / "other.json"
     path.write_text('{"rows": []}')

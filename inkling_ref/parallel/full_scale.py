@@ -3,8 +3,8 @@
 The rank's weights are made once, packed for the kernels: all layers, its heads, its experts, its rows of the vocabulary
 in the released formats. Then, the most important first:
 
-- decode. Steps of `DecodeStep` as one CUDA graph with its head, after a context of random keys and values; host clock,
-  from the ids of a step to the next tokens. Of a graph one step more runs launch by launch, to count routes.
+- decode. Steps of `DecodeStep`, one CUDA graph with its head, after a context of random keys and values. `seconds` are
+  the host's, from the ids of a step to the next tokens; `graph_seconds` those of a replay that waits for nobody. One step more runs launch by launch, to count routes.
 - profile. What a step, or a prefill, launches, by section of `measure.ranges`, beside what the section cannot beat.
 - prefill. A prompt by `DecodeStep.prefill`, each rank mixing all tokens (replicated) or its share of them (sequence).
 - arms. From here on experts are in the released layout, repacked where they lie. The eager reference, with its growing
@@ -61,7 +61,7 @@ from .arms import compiled, release_experts, use
 from .collectives import Link, Traffic, waited
 from .estimate import ALPHAS, STREAM, Device, Estimate, Load, Work, all_reduce, estimate, load
 from .plan import Plan, Share, owners
-from .run import ALONE, _ready, measure_filled
+from .run import ALONE, measure_filled, ready, replay
 from .synthetic import synthetic
 
 K = 1024
@@ -260,7 +260,8 @@ class Run:
             # A graph's collectives were counted while it ran once and while it was captured.
             on_top = self.traffic.seconds["capture"] / 2 if self.on_gpu else self.traffic.seconds["decode"] / STEPS
             memory = self.memory(own["memory"]["cache_bytes"])
-            return self.keep_decode(case, own["step_seconds"], counts, on_top, memory)
+            graph = {"graph_seconds": median(own["replay_seconds"])} if "replay_seconds" in own else {}
+            return self.keep_decode(case | graph, own["step_seconds"], counts, on_top, memory)
 
         self.attempt(f"{backend}, decode {rows} x {tokens} at {context}", measure, case)
 
@@ -286,27 +287,24 @@ class Run:
     def profile_decode(self, backend: str, rows: int, context: int) -> str:
         """Of a step of one token a row: of the graph's replays, where it is one."""
         self.traffic.phase = "making the step"
-        step = _ready(DecodeStep(self.model, rows, context + 16))
+        step = ready(DecodeStep(self.model, rows, context + 16))
         step.fill([context] * rows)
         ids = self.random_ids(rows, 1)
-        step(ids), step.next_tokens()
-        graph, step.graph = step.graph, None
 
-        def call() -> None:
+        def one_by_one() -> None:
+            graph, step.graph = step.graph, None
             step(ids), step.next_tokens()
-
-        def replay() -> None:
-            graph.replay(), step.head[1].replay()
+            step.graph = graph
 
         self.traffic.phase = "decode"
         with counted(self.model) as counts:
-            call()
+            one_by_one()
         self.traffic.phase = "a profile"
         try:
-            calls = launches(step, call, None if graph is None else replay)
+            calls = launches(step, one_by_one, None if step.graph is None else partial(replay, step))
         except InputError as error:  # what is counted for nobody is then among the launches
             self.found["trouble"][f"{backend}, profile {rows} x 1 at {context}"] = f"no graph: {error}"
-            calls = launches(step, call)
+            calls = launches(step, one_by_one)
         routing = load_of(counts, self.plan, self.rank, rows * self.model.config.text.num_experts_per_tok)
         _, limits = self.paper(rows, context + 1, 1, routing)
         return self.keep_profile(backend, "decode", rows, context, calls, limits)
@@ -469,8 +467,8 @@ def caveats(model: Inkling, found: dict[str, Any], link: Link) -> list[str]:
         f"{zipf.busiest_visited:.2f}: limits at 32K of {1e3 * paper.compute_seconds:.2f} ms (mean), "
         f"{1e3 * paper.busiest_seconds:.2f} (busiest) and {1e3 * slow.busiest_seconds:.2f} (Zipf).",
         "Weights are random, and of a sum over ranks only this rank's part is there: the values are not the model's, "
-        "its tokens mean nothing. Times do not depend on that. That ranks together compute the model is shown apart: "
-        "all ranks of a few layers in turn (parallel.in_turn), and worlds of small models (tests).",
+        "its tokens mean nothing. Times depend on no values but the routes, which are counted. That ranks together "
+        "compute the model is shown apart: all ranks of a few layers in turn (parallel.in_turn), and worlds of small models (tests).",
         f"The other ranks are missing, {plan.world - 1} of {plan.world}: no waiting for a slower one, no messages "
         "that take memory bandwidth and multiprocessors from the kernels, no jitter of hosts. All of that makes a real "
         "step longer.",
@@ -493,13 +491,14 @@ def table(run: dict[str, Any]) -> str:
         f"{run['preset']}, rank {run['rank']} of TP{run['tp']}, skew {run['skew']:g}: {run['weights_bytes'] / 1e9:.1f} "
         f"GB; copy {run['copy'] / 1e12:.2f} TB/s, product {run['matrix'] / 1e12:.0f} TFLOP/s",
         "",
-        f"{'decode, ms a step':11}{'rows':>6}{'new':>5}{'context':>9}{'median':>9}{'best':>9}{'limit':>9}"
+        f"{'decode, ms a step':11}{'rows':>6}{'new':>5}{'context':>9}{'median':>9}{'graph':>9}{'limit':>9}"
         f"{'goal':>7}{'+ coll.':>9}",
     ]
     goals = run["tp"] == 8 and run["preset"] == "small"
     for row in (row for row in run["decode"] if "seconds" in row):
         case = row["rows"], row["context"], row["tokens"]
-        numbers = "".join(f"{1e3 * row[name]:9.3f}" for name in ("seconds", "best", "roofline_seconds"))
+        names = ("seconds", "graph_seconds", "roofline_seconds")
+        numbers = "".join(f"{1e3 * row[name]:9.3f}" if name in row else " " * 9 for name in names)
         goal = GOALS.get(case) if goals and row["backend"] == "triton" else None
         at_most = "" if goal is None else f"{1e3 * goal:.1f}"
         first = f"{row['backend']:17}{case[0]:6}{case[2]:5}{case[1]:9}"
@@ -597,6 +596,8 @@ def measure(
             raise InputError(f"--against {arm}, expected some of {', '.join(ARMS)}, or none")
     if path is not None:
         read(path)
+        if not path.resolve().parent.is_dir():  # after minutes of work it would be late to say so
+            raise InputError(f"{path}: no such folder, expected one for the file")
     on_gpu = device == "cuda"
     if on_gpu and not torch.cuda.is_available():
         raise InputError("--device is cuda: torch sees no GPU here, expected one, or --device cpu")

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from textwrap import wrap
@@ -33,7 +34,7 @@ from ..model import Inkling
 from ..tensor_files import whole_file
 from .apply import Mesh, load
 from .arms import compiled, use
-from .collectives import Link, entering, waited
+from .collectives import Link, entering, moment, seconds_between, waited
 from .drafter import load_drafter
 from .generation import generate
 from .launch import rank_and_size, variable, world
@@ -266,7 +267,7 @@ def measure(
         traffic.phase = "making the step"
         tokens, taps = (1, None) if drafter is None else (1 + drafter.num_draft_tokens, drafter.config)
         capacity = max(map(len, prompts)) + options["max_new_tokens"] + tokens
-        step = _ready(DecodeStep(model, len(prompts), capacity, tokens, taps=taps))
+        step = ready(DecodeStep(model, len(prompts), capacity, tokens, taps=taps))
     traffic.phase = "prefill"
     events = _events(model) if trace else None
 
@@ -300,10 +301,11 @@ def measure(
 def measure_filled(model: Inkling, rows: int, context: int, steps: int, tokens: int) -> dict[str, Any]:
     """`steps` steps of random ids after `context` positions that nobody has read: seconds of each, and as `measure`.
 
-    Of a graph, one step more is launched operation by operation, to count pairs of tokens and experts.
+    Of a graph also `replay_seconds`: of as many replays one after the other, in which the device waits for nobody. And
+    one step more is launched operation by operation, to count pairs of tokens and experts.
     """
     model.mesh.traffic.phase = "making the step"
-    step = _ready(DecodeStep(model, rows, context + (steps + 1) * tokens, tokens))
+    step = ready(DecodeStep(model, rows, context + (steps + 1) * tokens, tokens))
     step.fill([context] * rows)
     model.mesh.traffic.phase = "decode"
     generator = torch.Generator(device=model.device).manual_seed(0)
@@ -315,17 +317,28 @@ def measure_filled(model: Inkling, rows: int, context: int, steps: int, tokens: 
         step.next_tokens()
         seconds.append(waited(model.device) - start)
     _count_replays(model, steps)
-    if step.graph is not None:
-        model.mesh.traffic.phase, step.graph = "one step, not a graph", None
-        step(ids[steps])
     timing = {
         "prompt_tokens": rows * context, "new_tokens": rows * steps * tokens, "decode_steps": steps,
         "decode_seconds": sum(seconds), "step_seconds": seconds,
     }  # fmt: skip
+    if step.graph is not None:
+        moments = [moment(model.device)]
+        for _ in range(steps + 1):
+            replay(step)
+            moments.append(moment(model.device))
+        timing["replay_seconds"] = [seconds_between(*both) for both in pairwise(moments)][1:]  # launched ahead
+        model.mesh.traffic.phase, step.graph = "one step, not a graph", None
+        step(ids[steps])
     return {"tokens": [], **timing, **_holds_and_did(model, [model], step.num_bytes)}
 
 
-def _ready(step: DecodeStep) -> DecodeStep:
+def replay(step: DecodeStep) -> None:
+    """A captured step and its head once more, at the same place: for timing."""
+    step.graph.replay()
+    step.head[1].replay()
+
+
+def ready(step: DecodeStep) -> DecodeStep:
     """On a GPU a step that is captured, with its head."""
     if step.ids.is_cuda:
         step.model.mesh.traffic.phase = "capture"
