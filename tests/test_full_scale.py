@@ -15,7 +15,7 @@ from inkling_ref.config import FULL, SLIDING, InklingConfig
 from inkling_ref.decode_step import DecodeStep, StepBackend
 from inkling_ref.errors import InputError
 from inkling_ref.measure.launches import ELSEWHERE, Launch, _aligned, _launches
-from inkling_ref.measure.ranges import ATTENTION, EXPERTS, PREPARATION, ROUTER
+from inkling_ref.measure.ranges import ATTENTION, CONVOLUTION, EXPERTS, MIX, PREPARATION, ROUTER
 from inkling_ref.parallel import full_scale, run
 from inkling_ref.parallel.apply import Mesh
 from inkling_ref.parallel.arms import compiled, release_experts, use
@@ -112,6 +112,49 @@ def test_what_fails_is_said_and_the_rest_goes_on(short, monkeypatch):
     }  # fmt: skip
     assert len(found["prefill"]) == 2
     assert "RuntimeError: out of memory" in table(found)
+
+
+def test_the_table_of_a_gpu_holds_results_against_goals():
+    def step(backend, rows, context, tokens, seconds):
+        case = {"backend": backend, "rows": rows, "context": context, "tokens": tokens}
+        return case | {"seconds": seconds, "graph_seconds": 0.9 * seconds, "roofline_seconds": 7e-4,
+                       "collective_seconds": 2e-3}  # fmt: skip
+
+    def prefill(way, seconds):
+        return {"backend": "triton", "tokens": 8192, "way": way, "seconds": seconds, "roofline_seconds": 0.087,
+                "collective_seconds": 0.0395}  # fmt: skip
+
+    section = {"name": f"{CONVOLUTION} and {MIX}", "seconds": 0.1, "launches": 96.0, "roofline_seconds": 1e-2}
+    profile = {"rows": 1, "launches": 1234.0, "launches_a_layer": 12.34, "seconds": 0.123456, "sections": [section]}
+    found = {
+        "gpu": "NVIDIA H200", "torch": "2.11.0+cu130", "triton": "3.6.0", "date": "2026-11-30", "preset": "small",
+        "tp": 8, "rank": 7, "skew": 0.08, "copy": 4.2e12, "matrix": 770e12, "weights_bytes": 50.6e9, "caveats": [],
+        "trouble": {"compile, decode 8 x 1 at 32768": "no time left"},
+        "decode": [
+            step("triton", 1, 32768, 1, 1.5e-3), step("triton", 8, 1048512, 1, 0.0123),
+            step("reference", 1, 32768, 1, 0.1), step("compile", 1, 32768, 1, 9e-3),
+            {"backend": "triton", "rows": 64, "context": 102400, "tokens": 1, "failed": "OutOfMemoryError"},
+        ],
+        "prefill": [prefill("replicated", 0.14), prefill("sequence", 0.1)],
+        "profile": [
+            {**profile, "backend": "triton", "phase": "decode", "context": 32768},
+            {**profile, "backend": "triton", "phase": "prefill", "context": 8192, "way": "replicated"},
+        ],
+    }  # fmt: skip
+    lines = table(found).splitlines()
+    assert max(map(len, lines)) <= 80
+    (step_line, *_), (prefill_line,) = (
+        [x for x in lines if word in x] for word in ("   1    1    32768", "replicated  ")
+    )
+    assert step_line.split() == ["triton", "1", "1", "32768", "1.500", "1.350", "0.700", "2.0", "2.00"]
+    assert prefill_line.split() == ["triton", "8192", "replicated", "140.0", "87.0", "150", "39.5"]
+    assert full_scale.ratios(found) == [
+        "reference at 1 x 32768: 66.7 times the kernels' step, goal 20",
+        "compile at 1 x 32768: 6.0 times the kernels' step, goal 4",
+        "launches of the kernels' step at 1 x 32768: 12.3 a layer, goal 10",
+        "sequence-parallel prefill: 29% less than replicated, goal 25%",
+    ]
+    assert lines[-1] == "compile, decode 8 x 1 at 32768: no time left"
 
 
 @pytest.mark.parametrize(

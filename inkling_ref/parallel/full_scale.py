@@ -4,7 +4,8 @@ The rank's weights are made once, packed for the kernels: all layers, its heads,
 in the released formats. Then, the most important first:
 
 - decode. Steps of `DecodeStep`, one CUDA graph with its head, after a context of random keys and values. `seconds` are
-  the host's, from the ids of a step to the next tokens; `graph_seconds` those of a replay that waits for nobody. One step more runs launch by launch, to count routes.
+  the host's, from the ids of a step to the next tokens; `graph_seconds` those of a replay that waits for
+  nobody. One step more runs launch by launch, to count routes.
 - profile. What a step, or a prefill, launches, by section of `measure.ranges`, beside what the section cannot beat.
 - prefill. A prompt by `DecodeStep.prefill`, each rank mixing all tokens (replicated) or its share of them (sequence).
 - arms. From here on experts are in the released layout, repacked where they lie. The eager reference, with its growing
@@ -468,7 +469,8 @@ def caveats(model: Inkling, found: dict[str, Any], link: Link) -> list[str]:
         f"{1e3 * paper.busiest_seconds:.2f} (busiest) and {1e3 * slow.busiest_seconds:.2f} (Zipf).",
         "Weights are random, and of a sum over ranks only this rank's part is there: the values are not the model's, "
         "its tokens mean nothing. Times depend on no values but the routes, which are counted. That ranks together "
-        "compute the model is shown apart: all ranks of a few layers in turn (parallel.in_turn), and worlds of small models (tests).",
+        "compute the model is shown apart: all ranks of a few layers in turn (parallel.in_turn), and worlds of small "
+        "models (tests).",
         f"The other ranks are missing, {plan.world - 1} of {plan.world}: no waiting for a slower one, no messages "
         "that take memory bandwidth and multiprocessors from the kernels, no jitter of hosts. All of that makes a real "
         "step longer.",
@@ -534,6 +536,10 @@ def ratios(run: dict[str, Any]) -> list[str]:
             goal = {"reference": ", goal 20", "compile": ", goal 4"}.get(backend, "") if case[0] == 1 else ""
             ratio = row["seconds"] / ours["seconds"]
             lines.append(f"{backend} at {case[0]} x {case[1]}: {ratio:.1f} times the kernels' step{goal}")
+    for of in run["profile"]:
+        if (of["backend"], of["phase"]) == ("triton", "decode"):
+            case = f"{of['rows']} x {of['context']}"
+            lines.append(f"launches of the kernels' step at {case}: {of['launches_a_layer']:.1f} a layer, goal 10")
     ways = {row["way"]: row["seconds"] for row in run["prefill"] if row["backend"] == "triton"}
     if len(ways) == len(WAYS):
         gain = 1 - ways["sequence"] / ways["replicated"]
