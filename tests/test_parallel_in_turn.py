@@ -186,8 +186,11 @@ def test_a_slice_of_nano_by_the_command(tmp_path, capsys):
     report = turns.main(["--layers", "2", "--json", str(tmp_path / "slice.json")])
     assert json.loads((tmp_path / "slice.json").read_text()) == report
     assert (report["preset"], report["layers"], report["tp"]) == ("nano", 2, 2)
-    assert [row["form"] for row in report["rows"]] == [form for form in FORMS for _ in range(4)]
+    assert [row["form"] for row in report["rows"]] == [form for form in FORMS for _ in range(5)]
     for row in report["rows"]:
+        if row["call"] == "experts":
+            assert row["ranks"] == row["single"] == {"differ": 0}
+            continue
         assert row["alike on all ranks"]
         if row["call"] == "tokens":
             assert row["apart"] == {"differ": 0}
@@ -203,7 +206,20 @@ def test_a_slice_with_a_wrong_sum(monkeypatch):
     """The last rank's part is left out."""
     monkeypatch.setattr(turns, "reduce", lambda add, xs: xs[0])
     monkeypatch.setattr(turns, "FORMS", {"step": {}})
-    assert all(row["apart"].get("rms", 1) > 0.01 for row in check_slice(slice_config("nano", 2), 2))
+    rows = {row["call"]: row for row in check_slice(slice_config("nano", 2), 2)}
+    assert all(rows[call]["apart"]["rms"] > 0.01 for call in ("prompt", "decode", "verify"))
+    assert rows["experts"]["ranks"]["differ"] > 0.1
+
+
+def test_a_slice_in_16_bits():
+    """Ranks are as far from the reference as one device is, and it is the rounding: experts are the reference's."""
+    rows = [row for row in check_slice(slice_config("nano", 2), 2, dtype=torch.bfloat16) if row["dtype"] == "bfloat16"]
+    assert {row["form"] for row in rows} == set(FORMS)
+    for row in rows:
+        if "rms" in row["ranks"]:
+            assert 1e-4 < row["ranks"]["rms"] < 1.5 * row["single"]["rms"] < 0.06, row
+        if row["call"] == "experts":
+            assert 0 < row["ranks"]["differ"] < 0.2, row
 
 
 def test_ranks_that_cannot_share_the_slice():

@@ -13,7 +13,10 @@ a few at once, some of which are taken back:
 $$ \mathrm{error} = \lVert x - x^\star \rVert \,/\, \lVert x^\star \rVert $$
 
 where the exact ones are those of the reference on one device in float32. In float32 the ranks differ from it by the
-order of their sums. In 16 bits they may be as far from it as one device is, for every rank's part rounds once more.
+order of their sums. In 16 bits they may be about as far from it as one device is, for every rank's part rounds once
+more. Rounding also decides which expert is a token's last, and with random weights that decides everything after it;
+so all others take the experts that the reference chose (weighted by scores of their own), and the share of tokens that
+would have chosen other ones stands in a row of its own.
 
     python -m inkling_ref.parallel.in_turn --preset small --layers 4 --tp 8 --device cuda --backend triton
 """
@@ -34,6 +37,7 @@ from typing import Any, TypeVar
 import torch
 from jaxtyping import Int
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..backends import Backend, get_backend
 from ..checkpoint import empty_model, layer_formats
@@ -42,6 +46,8 @@ from ..decode_step import DecodeStep
 from ..errors import InputError
 from ..measure.bench.harness import relative_rms, typical_rms
 from ..model import Inkling
+from ..moe import Router
+from ..residual import wide
 from ..tensor_files import whole_file
 from .apply import Mesh, parallelize
 from .collectives import CollectiveError, Group, Traffic
@@ -192,11 +198,12 @@ def bound(model: Inkling, mesh: Mesh | None = None, backend: str | Backend = "to
 
 # ---------------------------------------------------------------- a checked slice
 
-DECODED, VERIFIED, REJECTED = 4, 8, (3, 0)  # steps of one token; tokens of a step; of each row, taken back after it
+WHO = ("ranks", "single", "apart")
+DECODED, VERIFIED = 4, 8  # steps of one token; tokens of a step
+REJECTED = (3, 0, 7, 0)  # of every row, tokens that are taken back after it
 CUT = {"sequence": True, "sequence_from": 16}
-FORMS: dict[
-    str, dict[str, Any]
-] = {  # of a plan; on a `DecodeStep`, or by `layers`, where tokens may be sent to experts
+# Of a plan: by `step`, or by `layers`, where tokens may be sent to experts.
+FORMS: dict[str, dict[str, Any]] = {
     "step": {},
     "step, cut": CUT,
     "layers": {},
@@ -214,40 +221,92 @@ def slice_config(preset: str, layers: int) -> InklingConfig:
     return InklingConfig(text, None)
 
 
-@torch.inference_mode()
-def by_layers(model: Inkling, ids: Int[Tensor, "B T"]) -> dict[str, Tensor]:
-    """Hidden states of a prompt, of tokens one by one and of a few at once; logits of the last ones."""
-    single, several = ids.shape[1] - DECODED - 2 * VERIFIED, ids.shape[1] - 2 * VERIFIED
-    cache = model.new_cache(len(ids))
-    prompt = model(ids[:, :single], cache=cache, logits_to_keep=1).hidden
-    one = [model(ids[:, i : i + 1], cache=cache, logits_to_keep=1).hidden for i in range(single, several)]
-    first = model(ids[:, several:-VERIFIED], cache=cache)
-    cache.crop([n - rejected for n, rejected in zip(cache.lengths, REJECTED, strict=True)])
-    second = model(ids[:, -VERIFIED:], cache=cache)
-    return {
-        "prompt": prompt, "decode": torch.cat(one, dim=1), "verify": torch.cat([first.hidden, second.hidden], dim=1),
-        "logits": second.logits,
-    }  # fmt: skip
+class Routes:
+    """Which experts the tokens of `ids` chose, of every layer [B, T, k]: recorded of one model, imposed on others."""
+
+    def __init__(self, model: Inkling, ids: Int[Tensor, "B T"], chosen: list[Tensor] | None) -> None:
+        """`chosen`: by another model; None records."""
+        self.model, self.is_recorded, self.columns = model, chosen is None, slice(0)
+        k, L = model.config.text.num_experts_per_tok, len(model.llm.layers)
+        self.chosen = [ids.new_zeros(*ids.shape, k) for _ in range(L)] if chosen is None else chosen
+        self.seen = self.others = 0  # tokens, and those that would have chosen other experts
+        for layer, all_ids in zip(model.llm.layers, self.chosen, strict=True):
+            layer.mlp.gate.register_forward_hook(partial(self._hook, all_ids))
+
+    def _hook(self, chosen: Int[Tensor, "B T k"], gate: Router, inputs: tuple, outputs: tuple) -> tuple | None:
+        (h,), (_, ids) = inputs, outputs
+        if self.is_recorded:
+            chosen[:, self.columns] = ids.view(len(chosen), -1, ids.shape[-1])
+            return None
+        places = self._places(len(chosen)).to(ids.device)
+        imposed = chosen[:, self.columns].flatten(0, 1)[places.clamp(min=0)]
+        is_other = (ids.sort().values != imposed.sort().values).any(dim=-1)
+        self.seen, self.others = self.seen + (places >= 0).sum(), self.others + (is_other & (places >= 0)).sum()
+        scores = F.linear(wide(h), wide(gate.weight)).sigmoid().gather(-1, imposed)
+        return scores / (scores.sum(dim=-1, keepdim=True) + 1e-20) * gate.scale, imposed
+
+    def _places(self, B: int) -> Int[Tensor, " N"]:
+        """Which of this call's tokens a rank routes, -1 for padding."""
+        T = self.columns.stop - self.columns.start
+        places = torch.arange(B * T).view(B, T)
+        if not hasattr(self.model, "share"):
+            return places.flatten()
+        current, sends = self.model.current, self.model.mesh.plan.exchange == "all_to_all"
+        tp, rank = current.tp.size, current.tp.rank
+        if current.T is None:
+            return places.flatten().tensor_split(tp)[rank] if sends else places.flatten()
+        places = F.pad(places, (0, current.chunk * tp - T), value=-1).chunk(tp, dim=1)[rank].flatten()
+        return places[places >= 0] if sends else places
 
 
-@torch.inference_mode()
-def by_step(model: Inkling, ids: Int[Tensor, "B T"]) -> dict[str, Tensor]:
-    """The same on steps, of which a prompt gives its last hidden state; and the tokens that they choose."""
-    single, several = ids.shape[1] - DECODED - 2 * VERIFIED, ids.shape[1] - 2 * VERIFIED
-    step, one, tokens = DecodeStep(model, len(ids), ids.shape[1]), [], []
-    prompt = step.prefill(ids[:, :single])[:, None]
-    for i in range(single, several):
-        one.append(step(ids[:, i : i + 1]).clone())
-        tokens.append(step.next_tokens())
-    step, some = DecodeStep(model, len(ids), ids.shape[1], VERIFIED), []
-    step.prefill(ids[:, :several])
-    for part, rejected in zip(ids[:, several:].chunk(2, dim=1), (None, list(REJECTED)), strict=True):
-        some.append(step(part, rejected).clone())
-        tokens.append(step.next_tokens())
-    return {
-        "prompt": prompt, "decode": torch.cat(one, dim=1), "verify": torch.cat(some, dim=1),
-        "tokens": torch.cat(tokens, dim=1),
-    }  # fmt: skip
+class Called:
+    """A model that reads columns of `ids`, one call after the other."""
+
+    def __init__(self, model: Inkling, ids: Int[Tensor, "B T"], chosen: list[Tensor] | None) -> None:
+        self.model, self.ids, self.routes = model, ids, Routes(model, ids, chosen)
+        self.single, self.several = ids.shape[1] - DECODED - 2 * VERIFIED, ids.shape[1] - 2 * VERIFIED
+
+    def read(self, call: Callable, first: int, stop: int, *more: Any, **named: Any) -> Any:
+        self.routes.columns = slice(first, stop)
+        return call(self.ids[:, first:stop], *more, **named)
+
+    @torch.inference_mode()
+    def by_layers(self) -> dict[str, Tensor]:
+        """Hidden states of a prompt, of tokens one by one and of a few at once; logits of the last ones."""
+        end, read, cache = self.ids.shape[1], partial(self.read, self.model), self.model.new_cache(len(self.ids))
+        prompt = read(0, self.single, cache=cache, logits_to_keep=1).hidden
+        one = [read(i, i + 1, cache=cache, logits_to_keep=1).hidden for i in range(self.single, self.several)]
+        first = read(self.several, end - VERIFIED, cache=cache)
+        cache.crop([n - rejected for n, rejected in zip(cache.lengths, REJECTED, strict=True)])
+        second = read(end - VERIFIED, end, cache=cache)
+        return {
+            "prompt": prompt, "decode": torch.cat(one, dim=1),
+            "verify": torch.cat([first.hidden, second.hidden], dim=1), "logits": second.logits,
+        }  # fmt: skip
+
+    @torch.inference_mode()
+    def by_step(self) -> dict[str, Tensor]:
+        """The same on steps, of which a prompt gives its last hidden state; and the tokens that they choose."""
+        (B, end), one, some, tokens = self.ids.shape, [], [], []
+        step = DecodeStep(self.model, B, end)
+        prompt = self.read(step.prefill, 0, self.single)[:, None]
+        for i in range(self.single, self.several):
+            one.append(self.read(step, i, i + 1).clone())
+            tokens.append(step.next_tokens())
+        step = DecodeStep(self.model, B, end, VERIFIED)
+        self.read(step.prefill, 0, self.several)
+        for first, rejected in ((self.several, None), (end - VERIFIED, list(REJECTED))):
+            some.append(self.read(step, first, first + VERIFIED, rejected).clone())
+            tokens.append(step.next_tokens())
+        return {
+            "prompt": prompt, "decode": torch.cat(one, dim=1), "verify": torch.cat(some, dim=1),
+            "tokens": torch.cat(tokens, dim=1),
+        }  # fmt: skip
+
+    def by(self, way: str) -> tuple[dict[str, Tensor], float]:
+        """What `by_step` or `by_layers` gives, and the share of tokens that would have chosen other experts."""
+        found = getattr(self, f"by_{way}")()
+        return found, 0.0 if self.routes.is_recorded else float(self.routes.others / self.routes.seen)
 
 
 def check_slice(
@@ -261,8 +320,7 @@ def check_slice(
     """Rows of errors: of the reference in float32, then of the backend in `dtype`, for every form and kind of call.
 
     ranks, single: of all ranks, and of one device, from the exact; apart: of the ranks from the one device. "rms" is
-    over all tokens; "typical" the median of single ones, which part where rounding decides about an expert. Of greedy
-    tokens the share that differs.
+    over all tokens, "typical" the median of single ones. Of greedy tokens and of chosen experts the share that differs.
 
     Raises:
         InputError: a model that so many ranks cannot share.
@@ -278,11 +336,13 @@ def check_slice(
         return synthetic(config, mesh, device, dtype, "torch", experts, cut_from_whole=plan.world > 1)
 
     whole, single = made(Plan(), 0), {}
+    reference = Called(bound(_prepare(whole, "torch", torch.float32)), ids, None)
+    (exact, _), chosen = reference.by("layers"), reference.routes.chosen
+    del reference
     for arm in arms:
         _prepare(whole, *arm)
-        single[arm] = by_step(bound(whole, None, arm[0]), ids), by_layers(bound(whole, None, arm[0]), ids)
-    (of_steps, exact), *_ = single.values()
-    exact = {**exact, "tokens": of_steps["tokens"]}
+        single[arm] = {way: Called(bound(whole, None, arm[0]), ids, chosen).by(way) for way in ("step", "layers")}
+    exact["tokens"] = next(iter(single.values()))["step"][0]["tokens"]
     del whole
     gc.collect()
     shards = [made(Plan(tp), rank) for rank in range(tp)]
@@ -290,22 +350,28 @@ def check_slice(
         for shard in shards:
             _prepare(shard, *arm)
         for form, plan in plans.items():
-            call, expected = (by_step, single[arm][0]) if "step" in form else (by_layers, single[arm][1])
-            first, *others = in_turn(plan, partial(_of_rank, call, shards, arm[0], ids))
+            way = "step" if "step" in form else "layers"
+            of_rank = partial(_of_rank, way, shards, arm[0], ids, chosen)
+            (first, _), *others = results = in_turn(plan, of_rank)
+            expected, others_alone = single[arm][way]
+            row = {"backend": arm[0], "dtype": str(arm[1]).removeprefix("torch."), "form": form}
             for kind, x in first.items():
                 alone, best = expected[kind], exact[kind][:, -x.shape[1] :]
                 yield {
-                    "backend": arm[0], "dtype": str(arm[1]).removeprefix("torch."), "form": form, "call": kind,
-                    "alike on all ranks": all(torch.equal(other[kind], x) for other in others),
+                    **row, "call": kind, "alike on all ranks": all(torch.equal(other[kind], x) for other, _ in others),
                     "ranks": distance(x, best), "single": distance(alone, best), "apart": distance(x, alone),
                 }  # fmt: skip
+            shares = sum(share for _, share in results) / tp, others_alone
+            yield {**row, "call": "experts", **{who: {"differ": n} for who, n in zip(WHO, shares, strict=False)}}
 
 
-def _of_rank(call: Callable, shards: list[Inkling], backend: str, ids: Tensor, mesh: Mesh) -> dict[str, Tensor]:
-    return call(bound(shards[mesh.rank], mesh, backend), ids)
+def _of_rank(
+    way: str, shards: list[Inkling], backend: str, ids: Tensor, chosen: list[Tensor], mesh: Mesh
+) -> tuple[dict[str, Tensor], float]:
+    return Called(bound(shards[mesh.rank], mesh, backend), ids, chosen).by(way)
 
 
-def _prepare(model: Inkling, backend: str, dtype: torch.dtype) -> None:
+def _prepare(model: Inkling, backend: str, dtype: torch.dtype) -> Inkling:
     """In place; nothing else may hold the tensors, or they are there twice."""
     gc.collect()  # models that were bound to these tensors are circles of references
     model.cast(dtype)
@@ -313,6 +379,7 @@ def _prepare(model: Inkling, backend: str, dtype: torch.dtype) -> None:
     if pack is not None and dtype == torch.bfloat16:
         for layer in model.llm.layers:
             pack(layer.mlp.experts)
+    return model
 
 
 def distance(x: Tensor, exact: Tensor) -> dict[str, float]:
@@ -346,8 +413,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     for row in check_slice(config, asked.tp, asked.device, dtype, asked.backend):
         if heads != (heads := (row["backend"], row["dtype"])):
             print(*heads)
-        cells = ("".join(f"{x:9.1e}" for x in row[name].values()) for name in ("ranks", "single", "apart"))
-        note = "" if row["alike on all ranks"] else " *"
+        cells = ("".join(f"{x:9.1e}" for x in row.get(who, {}).values()) for who in WHO)
+        note = "" if row.get("alike on all ranks", True) else " *"
         print(f"  {row['form']:12}{row['call']:8}" + "".join(f"{cell:>18}" for cell in cells) + note, flush=True)
         report["rows"].append(row)
         report["seconds"] = time.perf_counter() - start
@@ -356,7 +423,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         if asked.json is not None:  # whatever comes after this row
             with whole_file(asked.json) as place:
                 place.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    if not all(row["alike on all ranks"] for row in report["rows"]):
+    if not all(row.get("alike on all ranks", True) for row in report["rows"]):
         print("* not the same on all ranks")
     if on_gpu:
         print(f"{report['seconds']:.0f} s, at most {report['peak_device_bytes'] / 1e9:.1f} GB")
