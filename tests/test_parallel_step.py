@@ -186,10 +186,12 @@ def alone(backend: str, dtype: torch.dtype = torch.float32):
 @needs_device
 @unchecked()
 @torch.inference_mode()
-def test_kernels_on_a_rank():
+@pytest.mark.parametrize("sequence_from", [5, 4], ids=["whole", "cut by tokens"])
+def test_kernels_on_a_rank(sequence_from):
     """With stand-ins both compute the same nonsense."""
     actual, expected = [], []
     for model, out in ((alone("triton"), actual), (alone("torch", torch.float64), expected)):
+        model.current.plan = replace(model.current.plan, sequence=True, sequence_from=sequence_from)
         step = DecodeStep(model, 2, 64, tokens=2, page=64)
         mask = torch.tensor([[True] * 4, [False] * 2 + [True] * 2], device=DEVICE)
         out.append(step.prefill(random_ids(2, 4).to(DEVICE), mask))
