@@ -306,7 +306,7 @@ class Called:
     def by(self, way: str) -> tuple[dict[str, Tensor], float]:
         """What `by_step` or `by_layers` gives, and the share of tokens that would have chosen other experts."""
         found = getattr(self, f"by_{way}")()
-        return found, 0.0 if self.routes.is_recorded else float(self.routes.others / self.routes.seen)
+        return found, float(self.routes.others / self.routes.seen)
 
 
 def check_slice(
@@ -337,7 +337,7 @@ def check_slice(
 
     whole, single = made(Plan(), 0), {}
     reference = Called(bound(_prepare(whole, "torch", torch.float32)), ids, None)
-    (exact, _), chosen = reference.by("layers"), reference.routes.chosen
+    exact, chosen = reference.by_layers(), reference.routes.chosen
     del reference
     for arm in arms:
         _prepare(whole, *arm)
