@@ -87,8 +87,13 @@ def _plan(
 
 @triton.jit
 @no_type_check
-def _count(id_ptr, count_ptr, P, STEPS, origin, E, BLOCK: tl.constexpr, PADDED_E: tl.constexpr):
+def _count(
+    id_ptr, count_ptr, P, STEPS, origin, E, BLOCK: tl.constexpr, PADDED_E: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     """Pairs of every expert in STEPS blocks; in the last column those that are of none."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     program, experts = tl.program_id(0), tl.arange(0, PADDED_E)
     counts = tl.zeros([PADDED_E], tl.int32)
     for step in range(STEPS):
@@ -103,11 +108,15 @@ def _count(id_ptr, count_ptr, P, STEPS, origin, E, BLOCK: tl.constexpr, PADDED_E
 def _place(
     id_ptr, count_ptr, expert_ptr, slot_ptr, P, STEPS, ITEMS, origin, E,
     SLOTS: tl.constexpr, BLOCK: tl.constexpr, PADDED_E: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """The pairs of STEPS blocks into their slots, after those that other programs have counted before them.
 
     An item's first pair writes the item's expert, and an expert's first pair the empty slots of its last item.
     """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     program, programs = tl.program_id(0), tl.num_programs(0)
     block, experts, rows = tl.arange(0, BLOCK), tl.arange(0, PADDED_E), tl.arange(0, ROWS)
     total, seen = tl.zeros([ROWS, PADDED_E], tl.int32), tl.zeros([ROWS, PADDED_E], tl.int32)
@@ -119,26 +128,31 @@ def _place(
     total, seen = tl.sum(total, 0), tl.sum(seen, 0)
     items = tl.where(experts < E, (total + SLOTS - 1) // SLOTS, 0)
     begin = (tl.cumsum(items, 0) - items) * SLOTS
+    free = begin + seen
     for step in range(STEPS):
         start = (program * STEPS + step) * BLOCK
         pairs = start + block
-        ids = _local(tl.load(id_ptr + pairs, mask=pairs < P, other=-1), origin, E)
-        earlier = tl.zeros([BLOCK, COLUMNS], tl.int32)  # pairs of the same expert in this block
-        for column in range(start, start + BLOCK, COLUMNS):
-            others = column + tl.arange(0, COLUMNS)
-            their = _local(tl.load(id_ptr + others, mask=others < P, other=-1), origin, E)
-            earlier += ((ids[:, None] == their[None, :]) & (others[None, :] < pairs[:, None])).to(tl.int32)
+        given = tl.load(id_ptr + pairs, mask=pairs < P, other=-1).to(tl.int32)
+        ids = _local(given, origin, E)
         mine, bins = ids >= 0, tl.where(ids < 0, PADDED_E - 1, ids)
-        order = tl.gather(seen, bins, 0) + tl.sum(earlier, 1)
-        place, count = tl.gather(begin, bins, 0), tl.gather(total, bins, 0)
-        tl.store(slot_ptr + place + order, pairs, mask=mine)
-        tl.store(expert_ptr + (place + order) // SLOTS, ids, mask=mine & (order % SLOTS == 0))
-        leads = mine & (order == 0)
+        place = tl.gather(free, bins, 0)
+        for column in range(0, BLOCK, COLUMNS):
+            others = column + tl.arange(0, COLUMNS)
+            their = tl.load(id_ptr + start + others, mask=start + others < P, other=-1).to(tl.int32)
+            # One comparison: of the same expert and before me is what is less than my number in the block behind me.
+            behind = (given * BLOCK + block - 1)[None, :] - (their * BLOCK + others)[:, None]
+            place += tl.sum((behind.to(tl.uint32) < block.to(tl.uint32)[None, :]).to(tl.int32), 0)
+        tl.store(slot_ptr + place, pairs, mask=mine)
+        tl.store(expert_ptr + place // SLOTS, ids, mask=mine & (place % SLOTS == 0))
+        leads = mine & (place == tl.gather(begin, bins, 0))
         if tl.max(leads.to(tl.int32), 0) > 0:
-            for empty in range(1, SLOTS):
-                slot = count - 1 + empty
-                tl.store(slot_ptr + place + slot, ~pairs, mask=leads & (slot // SLOTS == (count - 1) // SLOTS))
-        seen += tl.histogram(bins, PADDED_E)
+            count = tl.gather(total, bins, 0)
+            stop = tl.where(leads, (count + SLOTS - 1) // SLOTS * SLOTS, 0)
+            for column in range(0, SLOTS, 8):  # 32 bytes, what memory takes at a time
+                slot = (count // SLOTS * SLOTS + column)[:, None] + tl.arange(0, 8)[None, :]
+                empty = (slot >= count[:, None]) & (slot < stop[:, None])
+                tl.store(slot_ptr + place[:, None] + slot, ~pairs[:, None] + slot * 0, mask=empty)
+        free += tl.histogram(bins, PADDED_E)
     for start in range(tl.sum(items, 0) + program * BLOCK, ITEMS, programs * BLOCK):
         tl.store(expert_ptr + start + block, tl.full([BLOCK], -1, tl.int32), mask=start + block < ITEMS)
 
@@ -254,7 +268,7 @@ def plan(
 
     Args:
         origin: the expert that is the first of the E.
-        pdl: for few pairs.
+        pdl: launched before the kernel in front has ended, as what follows may be (Hopper).
 
     Returns: each item's expert (of E), -1 where an item is not needed; its pairs, ascending over an expert's items. An
     empty slot holds ~pair of the expert's first: a row that is read anyway.
@@ -274,10 +288,12 @@ def plan(
     steps = triton.cdiv(pairs, block * PROGRAMS)
     programs = triton.cdiv(pairs, block * steps)
     count = torch.empty(programs, padded, dtype=torch.int32, device=device)
-    _count[(programs,)](ids, count, pairs, steps, origin, E, BLOCK=block, PADDED_E=padded, num_warps=4)
+    _count[(programs,)](
+        ids, count, pairs, steps, origin, E, BLOCK=block, PADDED_E=padded, PDL=pdl, num_warps=4, launch_pdl=pdl
+    )
     _place[(programs,)](
         ids, count, expert, slot, pairs, steps, items, origin, E, SLOTS=slots, BLOCK=block, PADDED_E=padded, ROWS=16,
-        COLUMNS=32, num_warps=8,
+        COLUMNS=64, PDL=pdl, num_warps=8, launch_pdl=pdl,
     )  # fmt: skip
     return expert, slot
 
@@ -357,7 +373,7 @@ def _packed_many(
 ) -> Tensor:
     """At the rate of the tensor cores."""
     (N, D), k, E, nvfp4 = x.shape, ids.shape[1], len(w13.weight), w13.amax is not None
-    expert, slots = plan(ids, E, 128, origin)
+    expert, slots = plan(ids, E, 128, origin, pdl=True)
 
     def run(x: Tensor, matrix: ExpertMatrix, out: Tensor, first: bool) -> Tensor:
         tiles, steps = matrix.weight.shape[1:3]
