@@ -483,9 +483,9 @@ def experts(
 ) -> Float[Tensor, "N D"]:
     """Twin of `moe.experts`: both matrices as released or dense, or both repacked (`packing.pack`).
 
-    The rows between the products are rounded to h's dtype once, after SwiGLU; the sums over the experts never, but
-    beyond FEW tokens on Hopper what is added up (as the reference does, where the second product ends). That ids are
-    those of experts is not checked: it would wait for the device. Others add nothing (see `of_rank`).
+    The rows between the products are rounded to h's dtype once, after SwiGLU. So are, beyond FEW tokens on Hopper, the
+    terms of the sums over experts, as in the reference: it halves the memory that they take, and the time to add them.
+    That ids are below E is not checked: it would wait for the device. See `of_rank` for others.
 
     Raises:
         InputError: see `expect`; one repacked matrix of two; repacked ones and not bfloat16 on Hopper.
