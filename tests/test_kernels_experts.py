@@ -245,7 +245,7 @@ def test_items_hold_every_pair_once(N, k, E, used, slots):
 
 
 @needs_device
-@pytest.mark.parametrize("few_pairs", [4096, 0], ids=["one launch", "two launches"])
+@pytest.mark.parametrize("few_pairs", [2048, 0], ids=["one launch", "two launches"])
 @pytest.mark.parametrize(
     ("N", "k", "E", "used"), [(1, 3, 7, 7), (86, 3, 5, 4), (257, 3, 30, 30), (767, 2, 6, 3), (999, 1, 17, 1)], ids=str
 )

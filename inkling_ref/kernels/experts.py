@@ -41,7 +41,7 @@ from .packing import ROWS, is_packed, packed_layout
 
 DENSE, NVFP4, MXFP8 = 0, 1, 2  # how a matrix is stored, as the kernels count
 FEW = 256  # tokens up to which memory is the limit
-FEW_PAIRS = 4096  # up to which `_plan` makes the list; with more, about as many programs as a GPU has processors
+FEW_PAIRS = 1024  # up to which `_plan` makes the list; with more, about as many programs as a GPU has processors
 PROGRAMS = 128
 OFFSETS, GRID_ROWS = 2**31, 65_535  # what fits: elements in an offset of the kernels, rows in a grid
 Rates = tuple[float, float, float]  # what `swiglu` takes for its caps
