@@ -35,6 +35,7 @@ from .residual import DepthState, wide
 from .short_conv import ShortConv
 
 PAGE = 128  # slots of a page of a sliding layer's ring
+ROWS = 8  # joined projections have a multiple of them
 CONVOLUTIONS = ("key_value_conv", "attention_conv", "mlp_conv")  # whose last inputs are kept
 NOT_FINITE = -1  # in place of a token: its logits are NaN or infinite
 
@@ -53,16 +54,22 @@ class StepBackend(Backend):
 
 
 def join(parameters: list[nn.Parameter]) -> Float[Tensor, "rows D"]:
-    """One weight for several projections of the same input; each of them becomes a view of its rows."""
+    """One weight for several projections of the same input; each of them becomes a view of its rows.
+
+    Zeros fill it to a multiple of ROWS: of outputs of an odd width neither libraries nor kernels read 16 bytes at once.
+    """
     with torch.inference_mode(parameters[0].is_inference()):  # as the parameters were made
         weights = [parameter.detach() for parameter in parameters]
+        counts, first = [len(w) for w in weights], weights[0]
+        rows, columns = -(-sum(counts) // ROWS) * ROWS, first.shape[1]
         ends = [w.data_ptr() + w.nbytes for w in weights]
-        storages = {w.untyped_storage().data_ptr() for w in weights}
-        if len(storages) == 1 and all(w.data_ptr() == end for w, end in zip(weights[1:], ends, strict=False)):
-            rows = sum(map(len, weights))  # joined before, for another step
-            return weights[0].as_strided((rows, weights[0].shape[1]), weights[0].stride())
-        weight = torch.cat(weights)
-        for parameter, part in zip(parameters, weight.split([len(w) for w in weights]), strict=True):
+        storage = first.untyped_storage()
+        whole = storage.nbytes() >= (first.storage_offset() + rows * columns) * first.element_size()
+        same = all(w.untyped_storage().data_ptr() == storage.data_ptr() for w in weights)
+        if whole and same and all(w.data_ptr() == end for w, end in zip(weights[1:], ends, strict=False)):
+            return first.as_strided((rows, columns), first.stride())  # joined before, for another step
+        weight = torch.cat([*weights, first.new_zeros(rows - sum(counts), columns)])
+        for parameter, part in zip(parameters, weight.split([*counts, rows - sum(counts)]), strict=False):
             parameter.data = part
         return weight
 
@@ -139,12 +146,12 @@ class LayerState:
         self.keys, self.values = (torch.zeros(shape, **like) for _ in range(2))
         self.key_value_conv = torch.zeros(batch, past, 2 * G * d, **like)
         self.attention_conv, self.mlp_conv = (torch.zeros(batch, past, D, **like) for _ in range(2))
-        first = [attn.wq_du.weight, attn.wr_du.weight, attn.gate_attn.weight, attn.attn_sink_proj.weight]
-        k, v = attn.wk_dv.weight, attn.wv_dv.weight
-        if layer.is_sliding:
-            inputs = [[*first, k, v]]
+        first = [attn.wq_du.weight, attn.wr_du.weight, attn.gate_attn.weight]
+        k, v, sink = attn.wk_dv.weight, attn.wv_dv.weight, attn.attn_sink_proj.weight
+        if layer.is_sliding:  # the sink's few rows last: all others begin at 16 bytes
+            inputs = [[*first, k, v, sink]]
         else:  # each with its dynamic taps
-            inputs = [first, [k, attn.k_sconv.weight_proj], [v, attn.v_sconv.weight_proj]]
+            inputs = [[*first, sink], [k, attn.k_sconv.weight_proj], [v, attn.v_sconv.weight_proj]]
         self.sizes = [[len(weight) for weight in group] for group in inputs]
         self.weights = [join(group) for group in inputs]
         self.taps = ranks.taps(layer.attn_sconv), ranks.taps(layer.mlp_sconv)
@@ -241,7 +248,7 @@ class DecodeStep:
 
     By hand: `step.reset()`, `step.prefill(ids)` reads prompts, `step.take(cache)` continues after what a cache holds,
     every `step(ids)` appends, `step.next_tokens()` chooses. The model's projections become views of joined weights: it
-    computes what it did, and holds no byte more.
+    computes what it did, and holds hardly a byte more.
     """
 
     @torch.inference_mode(False)  # the model's weights, and all places, remain tensors that anybody may write
@@ -599,11 +606,12 @@ class DecodeStep:
         """One layer's attention, from one normed input or from three."""
         a, ops = attn.sizes, self.ops
         products = [
-            y.split(sizes, dim=-1) for y, sizes in zip(ops.project(inputs, state.weights), state.sizes, strict=True)
+            y[..., : sum(sizes)].split(sizes, dim=-1)
+            for y, sizes in zip(ops.project(inputs, state.weights), state.sizes, strict=True)
         ]
         k_conv, v_conv, dynamic = attn.k_sconv, attn.v_sconv, {}
         if a.window is not None:
-            ((q, r, gate, sink, k, v),) = products
+            ((q, r, gate, k, v, sink),) = products
             k_taps, v_taps = k_conv.weight, v_conv.weight
         else:
             (q, r, gate, sink), (k, k_dynamic), (v, v_dynamic) = products
