@@ -54,6 +54,7 @@ PUBLISHED = {  # tokens/s of a user, tokens/s of a GPU; the second on hardware t
     "1,100 a GPU at 100 a user, TP8": (100.0, 1100.0),
     "up to 630 for one user, TP4": (630.0, 630 / 4),
 }
+CONTEXT = 8 * K  # of a server's users
 DRAFTER_BYTES, DRAFTED, EXCHANGES = 2.9e9, 7, 1 + 2 * 5 + 2 * 7  # of Small's: fusion, five layers, seven tokens
 
 
@@ -352,7 +353,7 @@ def excess(run: Run | None, tokens: int, limit: Real) -> Real:
     return over[max(over)] * max(limit / known[max(over)]["roofline_seconds"], 1)
 
 
-def served(run: Run | None, rows: int, passes: Real, alpha: Real, context: int = 8 * K) -> tuple[Real, Real]:
+def served(run: Run | None, rows: int, passes: Real, alpha: Real) -> tuple[Real, Real]:
     """Tokens a second of each of `rows` users, and of each of eight GPUs: modelled (module docstring).
 
     Args:
@@ -361,7 +362,7 @@ def served(run: Run | None, rows: int, passes: Real, alpha: Real, context: int =
     config, link = InklingConfig.small(), Link(alpha=alpha)
     device = device_of(run) if run else Device()
     tokens = 1 if passes == 1 else 1 + DRAFTED
-    e = estimate(config, Plan(8), tokens, context, rows, device=device, link=link)
+    e = estimate(config, Plan(8), tokens, CONTEXT, rows, device=device, link=link)
     seconds = e.busiest_seconds + excess(run, rows * tokens, e.compute_seconds) + e.collective_seconds
     if passes > 1:
         seconds += DRAFTER_BYTES / 8 / device.memory + EXCHANGES * alpha
@@ -387,10 +388,14 @@ def frontier(
         ax.plot([user, user * SCALED], [gpu, gpu * SCALED], color=COLOURS["bad"], lw=0.8)
         ax.plot(user, gpu, "s", color=COLOURS["bad"], mfc="white")
         ax.plot(user * SCALED, gpu * SCALED, "s", color=COLOURS["bad"])
-        ax.annotate(f"published: {name}", (user, gpu), (0, 7), textcoords="offset points", fontsize=7, ha="center")
+        ax.annotate(
+            f"published: {name}", (user, gpu), (0, 7), textcoords="offset points", fontsize=7, ha="center",
+            bbox={"facecolor": "white", "alpha": 0.85, "linewidth": 0, "pad": 1},
+        )  # fmt: skip
     ax.plot([], [], "s", color=COLOURS["bad"], label=f"published, times {SCALED:g}: memory of an H200")
     ax.set(xscale="log", yscale="log", xlabel="tokens/s of a user", ylabel="tokens/s of a GPU")
-    ax.set_title("MODELLED: eight H200s that nobody has run", fontsize=10)
+    where = f"{length(CONTEXT)} of context, points from {batches[-1]} users (left) to {batches[0]}"
+    ax.set_title(f"MODELLED: eight H200s that nobody has run\n{where}", fontsize=9)
     ticks = [20, 50, 100, 200, 500, 1000]
     ax.set_xticks(ticks, map(str, ticks))
     ax.set_yticks([*ticks, 2000], map(str, [*ticks, 2000]))
