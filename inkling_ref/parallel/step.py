@@ -47,7 +47,7 @@ class Ranks(Alone):
                 raise InputError(f"decode step: {name} is {value}, expected {expected}")
         self.tp, self.current, head = model.mesh.tp, model.current, model.llm.logits
         self.first, self.used = head.first, head.counts[self.tp.rank]
-        self.edges: tuple[Prompt, Tensor] | None = None
+        self.edges: tuple[Prompt, Tensor, Tensor, Tensor] | None = None  # of a prompt, where its edges are
 
     def embedding(self, ids: Int[Tensor, "B T"]) -> tuple[Int[Tensor, "B T"], Float[Tensor, "rows D"]]:
         """The embeddings of these ids, from the ranks that hold them, are a table of their own."""
@@ -81,11 +81,11 @@ class Ranks(Alone):
             return
         N, tp = state.shape[1], self.tp
         if self.edges is None or self.edges[0] is not prompt:  # the same in all layers
-            self.edges = prompt, self.edge_tokens(prompt, N)
-        token = self.edges[1]
-        edges = tp.sum(partial.take_along_dim(token.clamp(0, self.current.T - 1)[..., None], dim=1))
-        old = state.take_along_dim((token + N).clamp(0, N - 1)[..., None], dim=1)
-        edges = torch.where((token < 0)[..., None], old, edges)
+            token = self.edge_tokens(prompt, N)[..., None]
+            self.edges = prompt, token.clamp(0, self.current.T - 1), (token + N).clamp(0, N - 1), token < 0
+        _, new, old, is_old = self.edges
+        edges = tp.sum(partial.take_along_dim(new, dim=1))
+        edges = torch.where(is_old, state.take_along_dim(old, dim=1), edges)
         y = tp.reduce_scatter(self.whole_chunks(partial), 1)
         yield y.contiguous(), edges[:, N * tp.rank : N * (tp.rank + 1)].contiguous()
         state.copy_(edges[:, N * tp.size :])
