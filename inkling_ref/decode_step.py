@@ -160,12 +160,6 @@ class LayerState:
         """Page and slot of every position."""
         return self.table.gather(1, positions // self.page), positions % self.page
 
-    def window(self, begins: Int[Tensor, " B"], past: int) -> list[Float[Tensor, "B G past d"]]:
-        """Keys and values of the `past` positions before each row's next; anything where there were none."""
-        positions = begins[:, None] - past + torch.arange(past, device=begins.device)
-        pages, slots = self.ring(positions.clamp(min=0))
-        return [place[pages, :, slots].transpose(1, 2) for place in (self.keys, self.values)]
-
     def targets(
         self, ends: Int[Tensor, " B"], count: int, first: Int[Tensor, " B"], slots: int
     ) -> tuple[Int[Tensor, "B count"], ...]:
@@ -194,7 +188,9 @@ class Prompt:
         # Here, before there is work: a copy to the device waits for all that was launched.
         self.begins, self.counts = (torch.tensor(n, device=device) for n in (begins, counts))
         self.is_padded = any(count < T for count in counts)
-        self.kept: dict[int, tuple[Tensor, ...]] = {}  # `LayerState.targets` by window, the same in all layers
+        # By window, the same in all layers: the slots of token 0, and pages and slots of what came before; `targets`.
+        self.seen: dict[int, tuple[Tensor, ...]] = {}
+        self.kept: dict[int, tuple[Tensor, ...]] = {}
 
     def open(
         self, state: LayerState, window: int | None
@@ -209,11 +205,16 @@ class Prompt:
             end = max(self.starts) + T
             return state.keys[:, :, :end], state.values[:, :, :end], self.begins.int(), self.starts, [0] * B
         past = min(window - 1, max(self.starts))
-        lengths = torch.full((B,), past, dtype=torch.int32, device=self.begins.device)
+        if window not in self.seen:
+            positions = self.begins[:, None] - past + torch.arange(past, device=self.begins.device)
+            lengths = torch.full_like(self.begins, past, dtype=torch.int32)
+            self.seen[window] = lengths, *state.ring(positions.clamp(min=0))
+        lengths, pages, slots = self.seen[window]
         _, G, _, d = state.keys.shape
         keys, values = (state.keys.new_empty(B, G, past + T, d) for _ in range(2))
-        for place, old in zip((keys, values), state.window(self.begins, past), strict=True):
-            place[:, :, :past] = old
+        if past:
+            for new, place in ((keys, state.keys), (values, state.values)):
+                new[:, :, :past] = place[pages, :, slots].transpose(1, 2)
         return keys, values, lengths, [past] * B, [max(0, past - n) for n in self.starts]
 
     def close(self, state: LayerState, window: int | None, keys: Tensor, values: Tensor) -> None:
