@@ -13,5 +13,7 @@ in_turn      all ranks of a world in one process, one after the other; a slice o
 run          `inkling-ref run`
 calibrate    `inkling-ref bench collectives`: what they take here, beside the cost model
 estimate     bytes, FLOPs, collectives and memory of a rank, on paper
+arms         other ways to run a rank's weights: the reference, and it compiled
+full_scale   one true rank of a full-size model on one GPU: its steps and prefill, and where their time goes
 figures      what one rank of a full-size model measured, drawn beside its limits; a server, modelled
 """
