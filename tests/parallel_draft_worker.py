@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from helpers import IMAGE, random_ids, random_model, randomize
-from parallel_worker import SHORT, Drafted, close
+from parallel_worker import SHORT, Drafted, same
 from torch import Tensor
 
 from inkling_ref import checkpoint, generation, speculative
@@ -88,10 +88,10 @@ def check_proposals(reference: Inkling, model: Inkling, **sizes: Any) -> None:
         )
         seen.append((drafter, context, proposal, torch.stack(logits)))
     (whole, whole_context, expected, expected_logits), (part, context, proposal, logits) = seen
-    close(logits, expected_logits)
+    same(logits, expected_logits)
     assert torch.equal(proposal.tokens, expected.tokens)
     if expected.confidence is not None:
-        close(proposal.confidence, expected.confidence)
+        same(proposal.confidence, expected.confidence)
     tp = model.mesh.tp
     G = whole.config.num_key_value_heads
     assert context.layers[0][0].data.shape[1] == max(G // tp.size, 1)

@@ -245,7 +245,8 @@ def allowed(answer: Any, exact: Any) -> Any:
 
 
 def run_cases(rank: int, cases: list[Case], file: Path) -> None:
-    device = cases[0].device
+    """Wrong answers are told together, after the last case; any other error ends the world."""
+    device, wrong = cases[0].device, []
     with torch.inference_mode(), joined(rank, Plan(tp=int(os.environ["WORLD_SIZE"])), device):
         answers = torch.load(file, map_location=device)
         for case, expected in zip(cases, answers, strict=True):
@@ -259,29 +260,37 @@ def run_cases(rank: int, cases: list[Case], file: Path) -> None:
                         continue
                     answer = ask(model, generate, rows)
                     finish(model)
-                    if rows:
+                    if not rows:
+                        continue
+                    try:
                         same(answer, expected[check, model.share.dp_index])
+                    except AssertionError as error:
+                        wrong.append(f"{case.name}, {check}: {error}")
             except Exception as error:
                 raise AssertionError(f"{case.name}: {type(error).__name__}: {error}") from error
+    assert not wrong, "; ".join(wrong)
 
 
 def same(actual: Any, expected: Any) -> None:
     """Logits within the tolerance, or as `allowed`; tokens exactly."""
+    wrong = list(differences(actual, expected))
+    assert not wrong, ", ".join(wrong)
+
+
+def differences(actual: Any, expected: Any) -> Iterator[str]:
     if isinstance(expected, Tensor):
-        close(actual, expected)
+        error = relative_rms(actual, expected)
+        if not error < TOLERANCE:
+            yield f"relative RMS error {error:.2g}"
     elif isinstance(expected, tuple):
         error = typical_rms(actual, expected[0])
-        assert error <= expected[1], f"typical error {error:.2g}, expected at most {expected[1]:.2g}"
+        if not error <= expected[1]:
+            yield f"typical error {error:.2g} of {list(actual.shape)}, expected at most {expected[1]:.2g}"
     elif isinstance(expected, list) and expected and isinstance(expected[0], (Tensor, list, tuple)):
         for a, b in zip(actual, expected, strict=True):
-            same(a, b)
-    else:
-        assert actual == expected, f"{actual}, expected {expected}"
-
-
-def close(actual: Tensor, expected: Tensor) -> None:
-    error = relative_rms(actual, expected)
-    assert error < TOLERANCE, f"relative RMS error {error:.2g}"
+            yield from differences(a, b)
+    elif actual != expected:
+        yield f"{actual}, expected {expected}"
 
 
 def prompts(rows: range) -> list[list[int]]:
@@ -400,7 +409,7 @@ def check_head(reference: Inkling, model: Inkling, rows: range) -> None:
         head.sampling = sampling
         expected = probabilities(reference.llm.logits(states), *sampling)
         logits = torch.cat([head(state) for state in states.split(1, dim=1)], dim=1)  # how many are asked: by the row
-        close(probabilities(logits, *sampling), expected)
+        same(probabilities(logits, *sampling), expected)
         assert torch.equal(logits.argmax(-1), expected.argmax(-1))
     hidden = (torch.randn(1, 1, D, generator=torch.Generator().manual_seed(2)) / 2).to(model.device)
     head.sampling = (temperature, None, None)

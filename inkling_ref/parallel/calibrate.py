@@ -42,7 +42,7 @@ from ..tensor_files import whole_file
 from .apply import TIMEOUT, Mesh
 from .collectives import Group, Link, entering, moment, seconds_between
 from .estimate import all_reduce, estimate
-from .launch import rank_and_size, variable, world
+from .launch import barrier, rank_and_size, variable, world
 from .plan import Plan
 from .run import measure, measure_filled
 from .synthetic import synthetic
@@ -174,7 +174,7 @@ def _seconds(group: Group, call: Callable[[], object], device: str, calls: int =
     where, times = torch.device(device), []
     for _ in range(ROUNDS + 1):
         with entering(group.ranks, "calibration"):
-            dist.barrier()
+            barrier()
             start = moment(where)
             for _ in range(CALLS // calls):
                 call()

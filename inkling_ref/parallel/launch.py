@@ -30,6 +30,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
+import torch
 import torch.distributed as dist
 
 from ..errors import InputError
@@ -93,12 +94,17 @@ def world(
             mesh = Mesh.join(plan, device_type, later)
         yield mesh
         with entering(everyone, "the end"):
-            dist.barrier()
+            barrier()
     except BaseException as error:
         watch.report(error)
     watch.stop()
-    dist.barrier()  # the store goes with the rank that holds it: nobody may still be looking
+    barrier()  # the store goes with the rank that holds it: nobody may still be looking
     dist.destroy_process_group()
+
+
+def barrier() -> None:
+    """All ranks of the world meet; NCCL is told where, and need not say that it guesses."""
+    dist.barrier(device_ids=[torch.cuda.current_device()] if dist.get_backend() == "nccl" else None)
 
 
 def _agree(store: dist.Store, asked: dict[str, object]) -> None:
