@@ -1,6 +1,8 @@
 """What the ranks of a world check of their decoding steps: the logits and tokens of one process."""
 
 import os
+import sys
+import time
 from dataclasses import dataclass, field
 
 import torch
@@ -56,6 +58,7 @@ def check_steps(rank: int, cases: list[StepCase], device: str = "cpu") -> None:
     backend, tolerance = ("triton", 5e-5) if device == "cuda" else ("torch", TOLERANCE)
     with torch.inference_mode(), joined(rank, Plan(tp=int(os.environ["WORLD_SIZE"])), device):
         for case in cases:
+            print(f"{time.strftime('%T')} {case.name}", file=sys.stderr, flush=True)  # how far a world came
             whole = random_model(case.config).to(device)
             part = parallelize(random_model(case.config, backend=backend), Mesh.join(case.plan, device, SHORT))
             part = part.to(device)
