@@ -432,7 +432,8 @@ def test_packed_quantises_activations(form, tokens):
     quantize = {NVFP4: fake_nvfp4, MXFP8: fake_mxfp8}[form]
     exact, plain = in_float64(*released, quantize), in_float64(*released)
     # Where sums differ in the last bit a code may flip, in the reference as here: far less than quantising does.
-    assert relative_rms(kernel.experts(*packed, quantize), exact) < 0.7 * relative_rms(plain, exact)
+    for op in (kernel.experts, kernel.experts.of_rank(0)):
+        assert relative_rms(op(*packed, quantize), exact) < 0.7 * relative_rms(plain, exact)
 
 
 @hopper_only
@@ -443,6 +444,61 @@ def test_packed_experts_of_other_ranks_add_nothing(tokens):
     actual = kernel.experts.of_rank(3)(*packed[:2], arguments[2], *packed[3:])
     assert relative_rms(actual, exact) <= bound(torch.bfloat16, moe.experts(*released), in_float64(*released))
     assert (actual[1:][-1:] == 0).all()
+
+
+def window(matrices, origin, stop):
+    """The experts from origin to stop."""
+    return [ExpertMatrix(*(t if t is None or t.ndim == 0 else t[origin:stop] for t in m)) for m in matrices]
+
+
+@hopper_only
+@formats
+@pytest.mark.parametrize(
+    ("E", "D", "I", "k"), [(5, 96, 64, 3), (11, 800, 544, 8), (7, 1344, 32, 5), (6, 32, 2592, 1)], ids=str
+)
+def test_one_token_on_a_rank(form, E, D, I, k):
+    """All its pairs, some, few, none: they are summed as they are computed, and where none is, zeros are written."""
+    (h, weights, ids, w13, w2, *caps), released = packed_problem(form, (1, E, D, I, k, E))
+    for origin, stop in ((0, E), (1, E - 1), (E // 2, E // 2 + 1), (E - 2, E)):
+        rank, ours = kernel.experts.of_rank(origin), window((w13, w2), origin, stop)
+        actual = rank(h, weights, ids, *ours, *caps)
+        assert torch.equal(actual, rank(h, weights, ids, *ours, *caps))
+        here = (ids >= origin) & (ids < stop)
+        if here.any():
+            masked = [h, weights.masked_fill(~here, 0), *released[2:]]
+            exact = in_float64(*masked)
+            assert relative_rms(actual, exact) <= bound(torch.bfloat16, moe.experts(*masked), exact)
+            assert rank(torch.full_like(h, torch.nan), weights, ids, *ours, *caps).isnan().all()
+        nothing = rank(h, weights, ids + E, *ours, *caps)
+        assert torch.equal(nothing, torch.zeros_like(h))
+
+
+@hopper_only
+@formats
+def test_one_token_on_a_rank_is_the_same_bits_whatever_else_is_there(form):
+    (h, weights, ids, w13, w2, *caps), _ = packed_problem(form, (1, 11, 800, 544, 4, 11))
+    ids = torch.tensor([[5, 0, 3, 10]], device=DEVICE)
+    found = [
+        kernel.experts.of_rank(origin)(h, weights, ids, *window((w13, w2), origin, stop), *caps)
+        for origin, stop in ((3, 6), (1, 9), (3, 10))
+    ]
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+@hopper_only
+def test_one_token_on_a_rank_in_a_graph_follows_new_routes():
+    (h, weights, ids, w13, w2, *caps), _ = packed_problem(NVFP4, (1, 9, 96, 64, 3, 9))
+    rank, ours = kernel.experts.of_rank(2), window((w13, w2), 2, 7)
+    rank(h, weights, ids, *ours, *caps)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = rank(h, weights, ids, *ours, *caps)
+    for chosen in ([4, 2, 6], [0, 8, 1], [7, 3, 0]):  # three of this rank, none, one
+        ids.copy_(torch.tensor([chosen]))
+        graph.replay()
+        assert torch.equal(out, rank(h, weights, ids, *ours, *caps))
 
 
 @hopper_only

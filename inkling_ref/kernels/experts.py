@@ -17,7 +17,8 @@ $$ \textstyle\sum_e \lceil n_e / \mathrm{slots} \rceil \le
 
 Two kernels do step 2. `_released_product` reads a checkpoint's own bytes, or dense matrices, in any dtype on any GPU,
 and in the interpreter. On Hopper, in bfloat16, matrices that `packing.pack` has repacked go through `experts_hopper`.
-One token needs no plan: each pair is an item. Up to FEW tokens memory is the limit, beyond them the tensor cores.
+One token needs no plan: each pair is an item; on a rank, where few pairs of it are or none, not even step 3: there the
+second product adds them up. Up to FEW tokens memory is the limit, beyond them the tensor cores.
 """
 
 from collections.abc import Callable
@@ -34,15 +35,16 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from .. import quantization
 from ..errors import InputError
 from ..moe import ExpertMatrix
-from . import FLOATS, INTEGERS, INTERPRETED, axes, expect
+from . import FLOATS, INTEGERS, INTERPRETED, axes, expect, processors
 from .approximate import near, swiglu
-from .experts_hopper import product, tile_product
+from .experts_hopper import product, tile_product, token_product
 from .packing import ROWS, is_packed, packed_layout
 
 DENSE, NVFP4, MXFP8 = 0, 1, 2  # how a matrix is stored, as the kernels count
 FEW = 256  # tokens up to which memory is the limit
 FEW_PAIRS = 1024  # up to which `_plan` makes the list; with more, about as many programs as a GPU has processors
 PROGRAMS = 128
+REGISTERS = 65_536  # of a processor
 OFFSETS, GRID_ROWS = 2**31, 65_535  # what fits: elements in an offset of the kernels, rows in a grid
 Rates = tuple[float, float, float]  # what `swiglu` takes for its caps
 Quantize = Callable[[Tensor], Tensor] | None
@@ -361,6 +363,35 @@ def _packed_few(
     return combine(run(a, w2, D, torch.float32, False), ids, torch.empty_like(x), origin, E, pdl=True)
 
 
+def _packed_token(
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    w13: ExpertMatrix,
+    w2: ExpertMatrix,
+    rates: Rates,
+    quantize: Quantize,
+    origin: int,
+) -> Tensor:
+    """At the rate of memory, one token on a rank."""
+    k, E, nvfp4 = ids.shape[1], len(w13.weight), w13.amax is not None
+
+    def run(x: Tensor, matrix: ExpertMatrix, out: Tensor, first: bool) -> Tensor:
+        tiles, steps = matrix.weight.shape[1:3]
+        resident = 4 if nvfp4 and not first else 3  # a step ahead takes 5 registers of a thread, of MXFP8 9
+        token_product[(resident * processors(x.device),)](
+            x, matrix.weight, scale_words(matrix), *outer_scale(matrix, weights), ids, weights, out, *rates, origin, E,
+            K=x.shape[1], TILES=tiles, STEPS=steps, WIDTH=out.shape[1], TOP_K=k, NVFP4=nvfp4, FIRST=first,
+            NEAR=near(x.dtype), PADDED=max(512, triton.next_power_of_2(steps * 256)), AHEAD=min(steps, 9),
+            RESIDENT=resident, num_warps=4, maxnreg=REGISTERS // (128 * resident) // 8 * 8, launch_pdl=True,
+        )  # fmt: skip
+        return out
+
+    a = run(x, w13, torch.empty(k, 32 * w13.weight.shape[1], dtype=x.dtype, device=x.device), True)
+    a = a if quantize is None else quantize(a)
+    return run(a, w2, torch.empty_like(x), False)
+
+
 def _packed_many(
     x: Tensor,
     weights: Tensor,
@@ -490,14 +521,14 @@ def experts(
     Raises:
         InputError: see `expect`; one repacked matrix of two; repacked ones and not bfloat16 on Hopper.
     """
-    return _experts(0, h, weights, ids, w13, w2, gate_cap, up_cap, quantize)
+    return _experts(None, h, weights, ids, w13, w2, gate_cap, up_cap, quantize)
 
 
 experts.of_rank = of_rank
 
 
 def _experts(
-    origin: int,
+    origin: int | None,  # None: all experts are here
     h: Float[Tensor, "N D"],
     weights: Float[Tensor, "N k"],
     ids: Int[Tensor, "N k"],
@@ -522,6 +553,9 @@ def _experts(
         parts = zip(h.split(most), weights.split(most), ids.split(most), strict=True)
         return torch.cat([_experts(origin, *part, w13, w2, gate_cap, up_cap, quantize) for part in parts])
     x = h.contiguous() if quantize is None else quantize(h.contiguous())
-    run = (_packed_few if N <= FEW else _packed_many) if packed else _released
+    if packed:
+        run = _packed_many if N > FEW else _packed_few if N > 1 or origin is None else _packed_token
+    else:
+        run = _released
     rates = (2 / gate_cap, 2 / up_cap, gate_cap * up_cap / 4)
-    return run(x, weights.float().contiguous(), ids.contiguous(), w13, w2, rates, quantize, origin)
+    return run(x, weights.float().contiguous(), ids.contiguous(), w13, w2, rates, quantize, origin or 0)

@@ -16,6 +16,14 @@ There is no shared memory, no barrier and no split sum. The next words are loade
 activations are staged in shared memory, not read from L2 by every warp; a warp barrier keeps the compiler from sinking
 the loads below the arithmetic; and the second product begins its loads before the first has ended.
 
+**One token on a rank** (`token_product`). A rank has one of its pairs, or two, or none, and 72 programs of 64 rows do
+not keep memory busy. Here a program has 16 rows, and its four warps share the columns, a quarter of every step each.
+One token needs one of eight columns of the right operand: so column n holds the n-th quarter of two steps, every warp
+multiplies all of them and keeps the product of its own. Words wait in registers, AHEAD steps of them; what is used is
+refilled at once, across the border to the next 16 rows. The grid is what fits on the GPU at one time; programs count
+the pairs that are here and share out their rows. In the second product they share the rows of the output, each with
+all pairs of its rows, so that the sum needs no other launch. (With eight pairs the form above is faster.)
+
 **Many tokens an expert** (`tile_product`). The rate of the tensor cores is the limit. 256 rows against 64 or 128
 tokens: decoded words go to `wgmma` as left operand from registers, activations through shared memory in the words'
 column order. Two products are in flight, and while the tensor cores work on them the next 64 columns are decoded.
@@ -155,11 +163,9 @@ def _left(words, low, high, W: gl.constexpr, C: gl.constexpr, NVFP4: gl.constexp
 @gluon.jit
 @no_type_check
 def _right(x, NVFP4: gl.constexpr, RIGHT: gl.constexpr):
-    """Activations of a unit, [256, 8] (MXFP8 [128, 8]) in natural order, as the right operand."""
-    if NVFP4:
-        x = gl.reshape(x, [4, 4, 4, 2, 2, 8])  # chunk, t, s, h, e, n
-    else:
-        x = gl.reshape(x, [x.numel // 1024, 4, 8, 2, 2, 8])
+    """Activations [columns, 8] in natural order, of chunks (MXFP8), or of runs of 16 (NVFP4), as the right operand."""
+    S: gl.constexpr = 4 if NVFP4 else 8
+    x = gl.reshape(x, [x.numel // (128 * S), 4, S, 2, 2, 8])  # chunk, t, s, h, e, n
     COLUMNS: gl.constexpr = x.numel // 8
     x = gl.permute(x, [0, 2, 3, 1, 4, 5])
     return gl.convert_layout(gl.reshape(x, [COLUMNS, 8]), RIGHT, assert_trivial=True)
@@ -308,6 +314,172 @@ def product(
             y = y * gl.load(weight_ptr + pairs, mask=pairs >= 0, other=0.0)[None, :]
         mask = (pairs >= 0)[None, :] & (rows < WIDTH)[:, None]
         gl.store(out_ptr + (pairs * WIDTH)[None, :] + rows[:, None], y.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
+@no_type_check
+def _pair_here(id_ptr, n, origin, E, TOP_K: gl.constexpr):
+    """The n-th pair whose expert is here, that expert, and how many such pairs there are."""
+    count, pair, expert = 0, 0, 0
+    for i in gl.static_range(TOP_K):
+        local = gl.load(id_ptr + i).to(gl.int32) - origin
+        here = (local >= 0) & (local < E)
+        found = here & (count == n)
+        pair, expert = gl.where(found, i, pair), gl.where(found, local, expert)
+        count += here.to(gl.int32)
+    return pair, expert, count
+
+
+@gluon.jit
+@no_type_check
+def token_product(
+    x_ptr, word_ptr, scale_ptr, amax_ptr, denominator_ptr, id_ptr, weight_ptr, out_ptr,
+    gate_rate, up_rate, quarter, origin, E,
+    K: gl.constexpr, TILES: gl.constexpr, STEPS: gl.constexpr, WIDTH: gl.constexpr, TOP_K: gl.constexpr,
+    NVFP4: gl.constexpr, FIRST: gl.constexpr, NEAR: gl.constexpr,
+    PADDED: gl.constexpr, AHEAD: gl.constexpr, RESIDENT: gl.constexpr,
+):  # fmt: skip
+    """One token's pairs of the E experts from `origin` on: rows of W13 (FIRST), with SwiGLU, or the sum over W2's.
+
+    A unit is 16 rows of a pair; units are in the order of rows, and of pairs within. There are RESIDENT programs a
+    processor, neighbours in units if they are launched in turn.
+    """
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, k_width=2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, k_width=2)
+    SCALES: gl.constexpr = gl.DistributedLinearLayout([], [[4], [8], [16], [32], [64]], [[1], [2]], [], [128])
+    # A quarter of a step: a chunk of NVFP4; of MXFP8 half a chunk, the first or last 16 columns of its blocks.
+    if NVFP4:
+        CHUNKS: gl.constexpr = 8  # of two steps
+        WORDS: gl.constexpr = gl.DistributedLinearLayout(
+            [[1], [2]], [[4], [8], [16], [32], [64]], [[128], [256]], [], [512]
+        )
+        X: gl.constexpr = gl.DistributedLinearLayout(
+            [[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 4], [0, 0, 0, 8]],
+            [[0, 1, 0, 0], [0, 2, 0, 0], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]],
+            [[0, 0, 0, 0], [0, 0, 0, 0]], [], [8, 4, 1, 16]
+        )  # fmt: skip
+    else:
+        CHUNKS: gl.constexpr = 4
+        WORDS: gl.constexpr = gl.DistributedLinearLayout(
+            [[1], [2], [128]], [[4], [8], [16], [32], [64]], [[256], [512]], [], [1024]
+        )
+        X: gl.constexpr = gl.DistributedLinearLayout(
+            [[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 4], [0, 0, 0, 8]],
+            [[0, 1, 0, 0], [0, 2, 0, 0], [0, 0, 1, 0], [1, 0, 0, 0], [2, 0, 0, 0]],
+            [[0, 0, 0, 0], [0, 0, 0, 0]], [], [4, 4, 2, 16]
+        )  # fmt: skip
+    SUM: gl.constexpr = gl.DistributedLinearLayout(  # a lane's rows 2 g and 2 g + 1, in all warps
+        [[1]], [[0], [0], [2], [4], [8]], [[0], [0]], [], [16]
+    )
+    PART: gl.constexpr = WORDS.shape[0]  # words of 16 rows and a step
+    SCALE_PART: gl.constexpr = 64 if NVFP4 else 32
+    GROUPS: gl.constexpr = TILES * 4
+    LINE: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
+    SHARED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    VIEW: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[3, 2, 1, 0])
+    ROWS_OF_X: gl.constexpr = 1 if FIRST else 2  # the next pair's comes while the last one's is in use
+    TWO_STEPS: gl.constexpr = PADDED // 512
+    j = gl.arange(0, 128, layout=SCALES)
+    if NVFP4:
+        j_word, shift = j // 2, j % 2 * 16
+    else:
+        j_word, shift = j // 4, j % 4 // 2 * 16
+    i = gl.arange(0, PART, layout=WORDS)
+    memory = gl.allocate_shared_memory(gl.bfloat16, [ROWS_OF_X, PADDED], SHARED)
+    if _OLD:
+        staged = memory._reinterpret(gl.bfloat16, [ROWS_OF_X * TWO_STEPS, CHUNKS, 4, 8 // CHUNKS, 16], VIEW)
+    else:
+        staged = memory.reinterpret(gl.bfloat16, [ROWS_OF_X * TWO_STEPS, CHUNKS, 4, 8 // CHUNKS, 16], VIEW)
+    line = gl.arange(0, PADDED, layout=LINE)
+    part = gl.arange(0, 64, layout=gl.SliceLayout(1, MMA))[:, None] // 16
+    column = gl.arange(0, 8, layout=gl.SliceLayout(0, MMA))[None, :]
+    rows = gl.arange(0, 16, layout=SUM)
+
+    if FIRST:
+        _asm(WAIT)
+    programs = gl.num_programs(0)
+    pair, expert, here = _pair_here(id_ptr, 0, origin, E, TOP_K)
+    turn = gl.program_id(0) % (programs // RESIDENT) * RESIDENT + gl.program_id(0) // (programs // RESIDENT)
+    if FIRST:
+        begin, end = turn * (here * GROUPS) // programs, (turn + 1) * (here * GROUPS) // programs
+    else:
+        first, last = turn * GROUPS // programs, (turn + 1) * GROUPS // programs
+        begin, end = first * here, last * here
+        if (here == 0) & (first < last):
+            _asm(WAIT)
+            zero = gl.zeros([16], out_ptr.dtype.element_ty, SUM)
+            for group in range(first, last):
+                gl.store(out_ptr + group * 16 + rows, zero, mask=group * 16 + rows < WIDTH)
+    if begin < end:
+        pair, expert, here = _pair_here(id_ptr, begin % here, origin, E, TOP_K)
+        at = expert * GROUPS + begin // here
+        words = word_ptr + ((at // 4).to(gl.int64) * (STEPS * 4) + at % 4) * PART + i
+        scales = scale_ptr + (at // 4 * (STEPS * 4) + at % 4) * SCALE_PART + j_word
+        w, s = (), ()
+        for u in gl.static_range(AHEAD):
+            w += (gl.load(words + u * (4 * PART)),)
+            s += (gl.load(scales + u * (4 * SCALE_PART)),)
+        if not FIRST:
+            _asm(WAIT)
+        _asm(LAUNCH)
+        _async_load(memory.index(0), x_ptr + (0 if FIRST else pair * K) + line, mask=line < K)
+        async_copy.commit_group()
+        buffer = 0
+        total = gl.zeros([16], gl.float32, SUM)
+        for unit in range(begin, end):
+            more = unit + 1 < end
+            pair_next, expert_next, _ = _pair_here(id_ptr, (unit + 1) % here, origin, E, TOP_K)
+            at = expert_next * GROUPS + (unit + 1) // here
+            words_next = word_ptr + ((at // 4).to(gl.int64) * (STEPS * 4) + at % 4) * PART + i
+            scales_next = scale_ptr + (at // 4 * (STEPS * 4) + at % 4) * SCALE_PART + j_word
+            if NVFP4:
+                outer = gl.load(amax_ptr + expert) / gl.load(denominator_ptr) * UNSCALED
+            else:
+                outer = UNSCALED
+            async_copy.wait_group(0)
+            _sync()  # all have what they wait for, and have left the other row
+            if not FIRST:
+                weight = gl.load(weight_ptr + pair)
+                _async_load(memory.index(1 - buffer), x_ptr + pair_next * K + line, mask=(line < K) & more)
+                async_copy.commit_group()
+            acc, odd = gl.zeros([64, 8], gl.float32, MMA), gl.zeros([64, 8], gl.float32, MMA)
+            for u in gl.static_range(STEPS):
+                if u % 2 == 0:
+                    x = staged.index(buffer * TWO_STEPS + u // 2).load(X)
+                    right = _right(gl.reshape(gl.permute(x, [1, 3, 0, 2]), [64, 8]), True, RIGHT)
+                s0, s1, _, _ = _scales(s[0] >> shift, NVFP4)
+                low = gl.reshape(gl.permute(gl.reshape(s0, [32, 4]), [1, 0]), [4, 1, 32])
+                high = gl.reshape(gl.permute(gl.reshape(s1, [32, 4]), [1, 0]), [4, 1, 32])
+                left = _left(w[0], low, high, 4, 1, NVFP4, LEFT)
+                if u % 2 == 0:
+                    acc = mma_v2(left, right, acc)
+                else:
+                    odd = mma_v2(left, right, odd)
+                if u + AHEAD < STEPS:
+                    w_new = gl.load(words + (u + AHEAD) * (4 * PART))
+                    s_new = gl.load(scales + (u + AHEAD) * (4 * SCALE_PART))
+                else:
+                    w_new = gl.load(words_next + (u + AHEAD - STEPS) * (4 * PART), mask=more)
+                    s_new = gl.load(scales_next + (u + AHEAD - STEPS) * (4 * SCALE_PART), mask=more)
+                _asm(WARP_BARRIER)
+                w, s = w[1:] + (w_new,), s[1:] + (s_new,)  # noqa: RUF005 (no stars in a kernel)
+            y = gl.where(column == part, acc, 0.0) + gl.where(column == part + 4, odd, 0.0)
+            y = gl.sum(gl.sum(gl.reshape(y, [4, 2, 8, 8]), 3), 0) * outer  # r, g
+            group, n = unit // here, unit % here
+            if FIRST:
+                gate, up = gl.split(gl.permute(y, [1, 0]))
+                y = swiglu(gate, up, gate_rate, up_rate, quarter, NEAR)
+                out = group * 8 + gl.arange(0, 8, layout=y.type.layout)
+                gl.store(out_ptr + pair * WIDTH + out, y.to(out_ptr.dtype.element_ty), mask=out < WIDTH)
+            else:
+                y = gl.convert_layout(gl.reshape(gl.permute(y, [1, 0]), [16]), SUM, assert_trivial=True)
+                total = gl.where(n == 0, 0.0, total) + y * weight
+                out = group * 16 + rows
+                whole = (out < WIDTH) & (n + 1 == here)
+                gl.store(out_ptr + out, total.to(out_ptr.dtype.element_ty), mask=whole)
+                buffer = 1 - buffer
+            pair, expert, words, scales = pair_next, expert_next, words_next, scales_next
 
 
 @gluon.jit
