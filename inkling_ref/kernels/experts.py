@@ -42,7 +42,7 @@ from .packing import ROWS, is_packed, packed_layout
 
 DENSE, NVFP4, MXFP8 = 0, 1, 2  # how a matrix is stored, as the kernels count
 FEW = 256  # tokens up to which memory is the limit
-FEW_PAIRS = 1024  # up to which `_plan` makes the list; with more, about as many programs as a GPU has processors
+FEW_PAIRS = 512  # up to which `_plan` makes the list; with more, about as many programs as a GPU has processors
 PROGRAMS = 128
 REGISTERS = 65_536  # of a processor
 OFFSETS, GRID_ROWS = 2**31, 65_535  # what fits: elements in an offset of the kernels, rows in a grid
@@ -286,7 +286,7 @@ def plan(
             PADDED_E=padded, PDL=pdl, num_warps=1 if pairs <= 64 else 4, launch_pdl=pdl,
         )  # fmt: skip
         return expert, slot
-    block = 256
+    block = 128 if pairs <= 128 * PROGRAMS else 256
     steps = triton.cdiv(pairs, block * PROGRAMS)
     programs = triton.cdiv(pairs, block * steps)
     count = torch.empty(programs, padded, dtype=torch.int32, device=device)
