@@ -13,9 +13,11 @@ Arguments may be strided, unless they are written in place: there the last axis 
 
 from collections.abc import Callable
 from functools import cache
+from threading import Lock
 
 import torch
 import triton
+from jaxtyping import Int
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -90,6 +92,36 @@ def processors(device: torch.device) -> int:
 def dependent(device: torch.device) -> bool:
     """Whether a kernel may be launched before the one in front has ended (PDL): Hopper or later."""
     return not INTERPRETED and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+_RESERVE: int = 2**16
+_ARRIVALS: dict[tuple[torch.device, int], Tensor] = {}  # of each device and stream
+_SPARE: dict[torch.device, list[Tensor]] = {}  # what graphs take from; kept, as they hold its addresses
+_TAKING = Lock()
+
+
+def arrivals(device: torch.device, count: int) -> Int[Tensor, " some"]:
+    """At least `count` zeros in int32: programs count here which of them is the last, and that one puts the zero back.
+
+    Calls on one stream share them, as one follows the other. A graph may be replayed beside anything else, so each call
+    in it has its own, from a reserve that calls outside graphs have filled: no replay writes zeros first.
+    """
+    if INTERPRETED:
+        return torch.zeros(count, dtype=torch.int32)
+    with _TAKING:
+        spare = _SPARE.setdefault(device, [])
+        if torch.cuda.is_current_stream_capturing():
+            if not spare or len(spare[-1]) < count:
+                return torch.zeros(count, dtype=torch.int32, device=device)  # a launch more
+            own, spare[-1] = spare[-1].split([count, len(spare[-1]) - count])
+            return own
+        if not spare or len(spare[-1]) < _RESERVE // 2:
+            spare.append(torch.zeros(_RESERVE, dtype=torch.int32, device=device))
+            torch.cuda.current_stream(device).synchronize()  # graphs take them to other streams
+        stream = device, torch.cuda.current_stream(device).cuda_stream
+        if stream not in _ARRIVALS or len(_ARRIVALS[stream]) < count:
+            _ARRIVALS[stream] = torch.zeros(max(count, 1024), dtype=torch.int32, device=device)
+        return _ARRIVALS[stream]
 
 
 _PREPARED: WeakIdKeyDictionary = WeakIdKeyDictionary()
