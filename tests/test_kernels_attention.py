@@ -1,16 +1,20 @@
 """Contract of the attention kernels."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from helpers import relative_rms, unchecked
 from kernel_contract import DEVICE, check, dtypes, needs_device, placed, poisoned_outputs  # noqa: F401 (a fixture)
 from test_attention import operands
 
 from inkling_ref import attention, fused
+from inkling_ref.decode_step import captured
 from inkling_ref.errors import InputError
-from inkling_ref.kernels import INTERPRETED
+from inkling_ref.kernels import INTERPRETED, arrivals
 from inkling_ref.kernels import attention as attention_kernel
 from inkling_ref.kernels import decode as decode_kernel
 
@@ -123,24 +127,96 @@ def test_attend_cache_is_attend():
         torch.testing.assert_close(fused.attend_cache(**given, **arguments), expected)
 
 
-TILES = {  # keys a step, programs, warps that own keys, weight of a near step
-    "2 programs a head": (16, 8, 1, 2), "some a head": (16, 17, 1, 3),
-    "more programs than steps": (64, 41, 1, 1), "2 ways": (32, 31, 2, 2), "4 ways": (64, 13, 4, 1),
-    "8 ways": (128, 29, 8, 3),
+TILES = {  # keys a step, programs, warps that own keys, weight of a near step, whether `_combine` adds up
+    "2 programs a head": (16, 8, 1, 2, False), "one program a head": (16, 4, 1, 2, False),
+    "some a head": (16, 17, 1, 3, True), "more programs than steps": (64, 41, 1, 1, False),
+    "2 ways": (32, 31, 2, 2, False), "4 ways": (64, 13, 4, 1, True), "8 ways": (128, 29, 8, 3, False),
 }  # fmt: skip
 
 
+def tiled(tile, offsets, **given):
+    lengths = torch.tensor(offsets, dtype=torch.int32, device=DEVICE)
+    return decode_kernel.attend_split(**given, lengths=lengths, tile=tile)
+
+
 @pytest.mark.parametrize("window", [None, 9], ids=["full", "sliding"])
-@pytest.mark.parametrize(("keys", "programs", "ways", "weight"), TILES.values(), ids=TILES)
-def test_attend_split(keys, programs, ways, weight, window):
-    tile = decode_kernel.Tile(keys, programs, ways, 1, 1, ways, weight)
-
-    def tiled(offsets, **given):
-        lengths = torch.tensor(offsets, dtype=torch.int32, device=DEVICE)
-        return decode_kernel.attend_split(**given, lengths=lengths, tile=tile)
-
+@pytest.mark.parametrize(("keys", "programs", "ways", "weight", "apart"), TILES.values(), ids=TILES)
+def test_attend_split(keys, programs, ways, weight, apart, window):
+    tile = decode_kernel.Tile(keys, programs, ways, 1, 1, ways, weight, apart)
     dtype = torch.float32 if ways == 1 else torch.float16  # as `choose_tile` would have it
-    check(tiled, attention.attend, operands(T=3, S=291, X=40, H=4, G=2), dtype, offsets=[288, 50], window=window)
+    tensors, arguments = operands(T=3, S=291, X=40, H=4, G=2), {"offsets": [288, 50], "window": window}
+    check(partial(tiled, tile), attention.attend, tensors, dtype, **arguments)
+
+
+@pytest.mark.parametrize("window", [None, 30], ids=["full", "sliding"])
+def test_last_program_adds_up(window, monkeypatch):
+    """Heads of unequal numbers of splits: any order of arrival gives the same bits, and all counters are zero again."""
+    counters = torch.zeros(8, dtype=torch.int32, device=DEVICE)
+    monkeypatch.setattr(decode_kernel, "arrivals", lambda device, count: counters)
+    tile = decode_kernel.Tile(16, 23, 1, 1, 1, 4, 1)
+    monkeypatch.setattr(decode_kernel, "choose_tile", lambda *sizes: tile)
+    tensors, arguments = cache(operands(B=3, T=1, S=131, H=4, G=2), [128, -1, 17], window)
+    given = {name: placed(t, torch.float32) for name, t in tensors.items()}
+    outputs = [decode_kernel.attend_cache(**given, **arguments)]
+    if INTERPRETED:
+        from triton.runtime.interpreter import interpreter_builder as builder
+
+        at = builder.set_grid_idx
+        backwards = lambda *place: at(*(n - 1 - i for n, i in zip(builder.grid_dim, place, strict=True)))  # noqa: E731
+        monkeypatch.setattr(builder, "set_grid_idx", backwards)
+    outputs.append(decode_kernel.attend_cache(**given, **arguments))
+    assert not counters.any()
+    assert torch.equal(*outputs)
+    exact = fused.attend_cache(**{name: t.double() for name, t in given.items()}, **arguments)
+    assert relative_rms(outputs[0], exact) < 2e-6
+
+
+@pytest.mark.skipif(INTERPRETED, reason="a graph needs a GPU")
+def test_graphs_count_apart():
+    """Two graphs on two streams at one time, and calls beside them: each has counters of its own."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    tensors, arguments = cache(operands(B=5, T=1, S=301), [300, 17, 2, 133, 64], None)
+    given = {name: placed(t, torch.bfloat16) for name, t in tensors.items()} | arguments
+    run = lambda: [decode_kernel.attend_cache(**given) for _ in range(7)]  # noqa: E731
+    expected = run()[0]
+    graphs, streams = [captured(run) for _ in range(2)], [torch.cuda.Stream() for _ in range(3)]
+    for _ in range(20):
+        for stream, (graph, _) in zip(streams, graphs, strict=False):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        with torch.cuda.stream(streams[2]):
+            beside = run()
+    torch.cuda.synchronize()
+    for y in [*beside, *graphs[0][1], *graphs[1][1]]:
+        assert torch.equal(y, expected)
+    assert not arrivals(device, 1).any()
+
+
+@triton.jit
+def _splits(out_ptr, lengths_ptr, S, B: tl.constexpr, PROGRAMS: tl.constexpr, PADDED_B: tl.constexpr):
+    args = (lengths_ptr, None, 0, 0, S, B, 2, 1, 0, 1024, 64, 0, 2, PROGRAMS, PADDED_B)
+    _, _, chunk, splits, _ = decode_kernel._share(*args)
+    b = tl.arange(0, PADDED_B)
+    tl.store(out_ptr + b, splits, mask=b < B)
+    tl.store(out_ptr + B, chunk)
+
+
+EVEN = {"4 rows": ([32_000] * 4, 132), "32 rows": ([32_000] * 32, 264), "unequal": ([90_000, 70, 0, 5_000, -1], 132)}
+
+
+@pytest.mark.parametrize(("lengths", "programs"), EVEN.values(), ids=EVEN)
+def test_splits_are_even(lengths, programs):
+    """The longest of the splits is hardly longer than an equal share for every program."""
+    B = len(lengths)
+    out = torch.zeros(B + 1, dtype=torch.int32, device=DEVICE)
+    given = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    _splits[(1,)](out, given, 100_000, B=B, PROGRAMS=programs, PADDED_B=triton.next_power_of_2(B))
+    *splits, chunk = out.tolist()
+    steps = [-(-n // 64) + -(-min(n, 1024) // 64) if n > 0 else 1 for n in lengths]  # near ones count twice
+    assert min(splits) > 0
+    assert 2 * sum(splits) <= programs
+    assert all(chunk * (n - 1) < s + 2 and s <= chunk * n + 2 for n, s in zip(splits, steps, strict=True))
+    assert chunk <= 1.05 * 2 * sum(steps) / programs + 2
 
 
 def test_attend_cache_names_what_it_cannot_do():

@@ -5,21 +5,25 @@ key/value head, so that a key is read once for all of them. The relative bias is
 
 **Splits.** Few rows leave processors idle, so the keys of every (batch row, key/value head) are cut into splits, and
 each program takes one. Which one follows from the lengths, and every program works it out for itself (`_share`): the
-steps of all rows, in which a step with a bias counts `near_weight` times, are dealt out in equal chunks. The launch
-depends on the batch only, so a CUDA graph can replay it while rows grow; a long row gets more splits than a short one;
-a program without a share leaves. A split writes its normalised sum and the logarithm of its weight, and `_combine` adds
-the splits of a row up:
+steps of all rows, in which a step with a bias counts `near_weight` times, are dealt out in equal chunks, the smallest
+for which the programs suffice. The launch depends on the batch only, so a CUDA graph can replay it while rows grow; a
+long row gets more splits than a short one; a program without a share leaves. A split writes its normalised sum and the
+logarithm of its weight, and the splits of a row are added up:
 
 $$ o = \sum_i 2^{L_i - L} o_i, \qquad L = \log_2 \sum_i 2^{L_i} $$
+
+**Who adds them up.** The program of a head that is done last, by a counter (`arrivals`): it reads the splits of all in
+their order, whichever came last, so that the same call gives the same bits. Hundreds of rows of splits (one long row,
+or drafts) would take one processor longer than a launch takes: they have a kernel of their own, `_combine`.
 
 **Sink and gate are an epilogue.** The sink has no value, it only takes mass away: with L of all keys, now natural,
 
 $$ y = o \cdot \sigma(L - z) \cdot \sigma(\mathrm{gate}) $$
 
-**The wait for the kernel in front.** Both kernels start before their predecessor has ended (programmatic dependent
-launch). Keys that this call did not write need no waiting: in `attend_cache` their first steps are under way when the
-program waits for its queries, which it does within the loop, after the pipeline's first loads. This call's own keys
-are a step of their own behind that wait, in a head's last split.
+**The wait for the kernel in front.** A kernel starts before its predecessor has ended (programmatic dependent launch).
+Keys that this call did not write need no waiting: in `attend_cache` their first steps are under way when the program
+waits for its queries, which it does within the loop, after the pipeline's first loads. This call's own keys are a step
+of their own behind that wait, in a head's last split.
 
 **Warps own keys.** With up to 16 rows a step's keys are dealt to the warps, each with its own running softmax, as a
 product in three dimensions [warps, rows, keys]: no exchange between warps until the end. More rows fill the wide
@@ -36,10 +40,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..errors import InputError
-from . import FLOATS, adjacent, axes, dependent, expect, prepared, processors
+from . import FLOATS, adjacent, arrivals, axes, dependent, expect, prepared, processors
 from .approximate import TO_BASE2
 
 LOWEST: tl.constexpr = tl.constexpr(-1e30)  # stands for -inf where a difference of two must not be NaN
+WITHIN = 256  # rows of one head's splits up to which its last program adds them up; of more, one would take too long
+AT_ONCE = 2**14  # numbers of the splits that it reads at one time
 
 
 class Tile(NamedTuple):
@@ -52,6 +58,7 @@ class Tile(NamedTuple):
     near_stages: int  # of the loop over keys with a bias, whose step reads P^T as well
     warps: int
     near_weight: int  # what a step with a bias costs, in steps without
+    apart: bool = False  # whether a kernel of its own adds the splits up
 
 
 @triton.jit
@@ -89,17 +96,21 @@ def _share(
         o = tl.load(lengths_ptr + b, mask=b < B, other=0)
     if first_ptr is not None:
         f = tl.load(first_ptr + b, mask=b < B, other=0)
-    low, stop, _, far, steps = _range(o, f, S, T, W, X, KEYS, PAGE)
+    _, _, _, far, steps = _range(o, f, S, T, W, X, KEYS, PAGE)
     cost = far + (steps - far) * NEAR
     if W > 0:  # few steps: let this call's own keys be one more
         cost += 1
-    cost = tl.where((b < B) & (low < stop), tl.maximum(cost, 1), 0)
+    cost = tl.where(b < B, tl.maximum(cost, 1), 0)  # a row without keys has a program too, which writes its zeros
     total = tl.sum(cost, 0) * G
-    chunk = tl.maximum((total + PROGRAMS - 1) // PROGRAMS, 1)
+    chunk = (total + PROGRAMS - 1) // PROGRAMS
+    if B * G > 1:  # every head rounds up: what fits is between this and what leaves one split a head aside
+        most = total // max(PROGRAMS - B * G, 1) + 1
+        for _ in tl.static_range(4):
+            middle = (chunk + most) // 2
+            fits = tl.sum((cost + middle - 1) // middle, 0) * G <= PROGRAMS
+            chunk, most = tl.where(fits, chunk, middle + 1), tl.where(fits, middle, most)
+        chunk = most
     splits = (cost + chunk - 1) // chunk
-    if tl.sum(splits, 0) * G > PROGRAMS:  # every head rounds up: with one split a head set aside it never is too many
-        chunk = total // (PROGRAMS - B * G) + 1
-        splits = (cost + chunk - 1) // chunk
     return o, f, chunk, splits, tl.cumsum(splits, 0) * G
 
 
@@ -163,16 +174,54 @@ def ways_added(x, WAYS: tl.constexpr):
     return x + y
 
 
+@triton.jit
+@no_type_check
+def _combined(
+    part_ptr, log_ptr, sink_ptr, gate_ptr, out_ptr, b, g, start, count, pairs, channels, z_b, z_t, gate_b, gate_t,
+    T: tl.constexpr, G: tl.constexpr, Q: tl.constexpr, d: tl.constexpr, PROGRAMS: tl.constexpr, SPLITS: tl.constexpr,
+    WAIT: tl.constexpr,
+):  # fmt: skip
+    """Some (query, head) pairs and channels of a head of row b, of its splits in their order; sink, gate, output."""
+    real, t, h = pairs < T * Q, pairs // Q, g * Q + pairs % Q
+    mask = real[:, None] & (channels < d)[None, :]
+    each, line = tl.arange(0, SPLITS), h[:, None] * d + channels[None, :]
+    z = tl.load(sink_ptr + b * z_b + t * z_t + h, mask=real, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + b * gate_b + t[:, None] * gate_t + line, mask=mask, other=0.0).to(tl.float32)
+    if WAIT:
+        tl.extra.cuda.gdc_wait()
+    top = tl.full(pairs.shape, LOWEST, tl.float32)
+    total = tl.full(pairs.shape, 0.0, tl.float32)
+    acc = tl.full(mask.shape, 0.0, tl.float32)
+    for i in range(0, count, SPLITS):  # what other processors wrote: not by way of L1
+        split, live = start + i + each[None, :], i + each[None, :] < count
+        log_ptrs = log_ptr + pairs[:, None] * PROGRAMS + split
+        log = tl.load(log_ptrs, mask=live & real[:, None], other=LOWEST, cache_modifier=".cg")
+        # Splits on the middle axis: the compiler deals the first and the last one to warps and lanes, if they are long.
+        part_ptrs = part_ptr + (split[:, :, None] * (T * Q) + pairs[:, None, None]) * d + channels[None, None, :]
+        part = tl.load(part_ptrs, mask=live[:, :, None] & mask[:, None, :], other=0.0, cache_modifier=".cg")
+        new_top = tl.maximum(top, tl.max(log, 1))
+        weight = tl.where(live, tl.exp2(log - new_top[:, None]), 0.0)
+        shrink = tl.exp2(top - new_top)
+        total = total * shrink + tl.sum(weight, 1)
+        acc = acc * shrink[:, None] + tl.sum(part * weight[:, :, None], 1)
+        top = new_top
+    y = acc * (tl.sigmoid((top + tl.log2(total)) / TO_BASE2 - z) / total)[:, None] * tl.sigmoid(gate)
+    out_ptrs = out_ptr + (b * T + t[:, None]) * (G * Q * d) + line
+    tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=mask)
+
+
 @triton.jit(do_not_specialize=["length", "first", "S", "pages"])
 @no_type_check
 def _decode(
-    q_ptr, k_ptr, v_ptr, table_ptr, r_ptr, flat_ptr, part_ptr, log_ptr, lengths_ptr, first_ptr, length, first, S, pages,
-    scale, q_b, q_t, q_h, k_p, k_g, v_p, v_g, r_b, r_t, r_h,
+    q_ptr, k_ptr, v_ptr, table_ptr, r_ptr, flat_ptr, sink_ptr, gate_ptr, out_ptr, part_ptr, log_ptr, arrival_ptr,
+    lengths_ptr, first_ptr, length, first, S, pages, scale,
+    q_b, q_t, q_h, k_p, k_g, v_p, v_g, r_b, r_t, r_h, z_b, z_t, gate_b, gate_t,
     B: tl.constexpr, T: tl.constexpr, G: tl.constexpr, Q: tl.constexpr, d: tl.constexpr, R: tl.constexpr,
     X: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr, K_S: tl.constexpr, V_S: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, WAYS: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
-    PROGRAMS: tl.constexpr, PADDED_B: tl.constexpr, NEAR: tl.constexpr, STAGES: tl.constexpr,
-    NEAR_STAGES: tl.constexpr, DEPENDENT: tl.constexpr, EARLY: tl.constexpr,
+    PROGRAMS: tl.constexpr, PADDED_B: tl.constexpr, NEAR: tl.constexpr, PAIRS: tl.constexpr, STAGES: tl.constexpr,
+    NEAR_STAGES: tl.constexpr, DEPENDENT: tl.constexpr, EARLY: tl.constexpr, APART: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     if DEPENDENT and not EARLY:
         wait()
@@ -185,8 +234,6 @@ def _decode(
     here = batch == b
     count = tl.sum(tl.where(here, splits, 0), 0)
     rest = pid - tl.sum(tl.where(here, ends, 0), 0) + count * G
-    if DEPENDENT and EARLY and (b >= B) & (pid == 0):  # no row is in use: what comes behind still counts on this wait
-        wait()
     if b < B:
         o, first_key = tl.sum(tl.where(here, os, 0), 0), tl.sum(tl.where(here, firsts, 0), 0)
         g, split = rest // count, rest % count
@@ -308,6 +355,17 @@ def _decode(
         part_rows = part_ptr + (pid * (T * Q) + rows) * d
         tl.store(part_rows[:, None] + channels[None, :], acc / total[:, None], mask=real[:, None] & inside[None, :])
         tl.store(log_ptr + rows * PROGRAMS + pid, tl.where(some, top + tl.log2(total), LOWEST), mask=real)
+        if not APART:
+            tl.debug_barrier()  # the stores of all threads come before the arrival, which one thread makes
+            arrival_ptr += b * G + g
+            if tl.atomic_add(arrival_ptr, 1, sem="acq_rel", scope="gpu") == count - 1:
+                tl.store(arrival_ptr, 0)  # for the next call
+                for channel in range(0, d, BLOCK):
+                    _combined(
+                        part_ptr, log_ptr, sink_ptr, gate_ptr, out_ptr, b.to(tl.int64), g, pid - split, count,
+                        tl.arange(0, PAIRS), channel + tl.arange(0, BLOCK), z_b, z_t, gate_b, gate_t,
+                        T, G, Q, d, PROGRAMS, SPLITS, False,
+                    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["length", "first", "S"])
@@ -318,6 +376,7 @@ def _combine(
     W: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, PROGRAMS: tl.constexpr, PADDED_B: tl.constexpr,
     NEAR: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    """One (query, head) pair of one row, and BLOCK of its channels."""
     if DEPENDENT:  # who comes behind waits for this kernel, which waits for the splits
         tl.extra.cuda.gdc_launch_dependents()
     _, _, _, splits, ends = _share(
@@ -328,32 +387,11 @@ def _combine(
     here = tl.arange(0, PADDED_B) == b
     count = tl.sum(tl.where(here, splits, 0), 0)
     start = tl.sum(tl.where(here, ends, 0), 0) - (G - h // Q) * count
-    pair = t * Q + h % Q
-    each, channels = tl.arange(0, SPLITS), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = channels < d
-    z = tl.load(sink_ptr + b.to(tl.int64) * z_b + t * z_t + h).to(tl.float32)
-    gate = tl.load(gate_ptr + b.to(tl.int64) * gate_b + t * gate_t + h * d + channels, mask=inside, other=0.0)
-    if DEPENDENT:
-        tl.extra.cuda.gdc_wait()
-    top = tl.full([1], LOWEST, tl.float32)
-    total = tl.full([1], 0.0, tl.float32)
-    acc = tl.full([BLOCK], 0.0, tl.float32)
-    for i in range(0, count, SPLITS):
-        live = i + each < count
-        log = tl.load(log_ptr + pair * PROGRAMS + start + i + each, mask=live, other=LOWEST)
-        part = tl.load(
-            part_ptr + ((start + i + each[:, None]) * (T * Q) + pair) * d + channels[None, :],
-            mask=live[:, None] & inside[None, :], other=0.0,
-        )  # fmt: skip
-        new_top = tl.maximum(top, tl.max(log, 0))
-        weight = tl.where(live, tl.exp2(log - new_top), 0.0)
-        shrink = tl.exp2(top - new_top)
-        total = total * shrink + tl.sum(weight, 0)
-        acc = acc * shrink + tl.sum(part * weight[:, None], 0)
-        top = new_top
-    total = tl.where(total > 0, total, 1.0)
-    y = acc / total * tl.sigmoid((top + tl.log2(total)) / TO_BASE2 - z) * tl.sigmoid(gate.to(tl.float32))
-    tl.store(out_ptr + row.to(tl.int64) * d + channels, y.to(out_ptr.dtype.element_ty), mask=inside)
+    pairs, channels = t * Q + h % Q + tl.arange(0, 1), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    _combined(
+        part_ptr, log_ptr, sink_ptr, gate_ptr, out_ptr, b.to(tl.int64), h // Q, start, count, pairs, channels,
+        z_b, z_t, gate_b, gate_t, T, G, Q, d, PROGRAMS, SPLITS, DEPENDENT,
+    )  # fmt: skip
 
 
 def transposed(profiles: Float[Tensor, "R X"]) -> Float[Tensor, "X R"]:
@@ -367,15 +405,17 @@ def choose_tile(rows: int, heads: int, window: int | None, processors: int, elem
     One large program a processor reads a long cache faster than several small ones; of a window every program takes
     one small step, if there are enough. Heads take three programs each or more, so that their lengths may differ.
     """
-    shape = Tile(64, processors, 4, 5, 3, 4, 2)
+    tile = Tile(64, processors, 4, 5, 3, 4, 2)
     if element_size == 4:  # no matrix unit multiplies float32 exactly: the products unroll, and must be small
-        shape = Tile(16, processors, 1, 2, 2, 4, 2)
+        tile = Tile(16, processors, 1, 2, 2, 4, 2)
     elif window is not None:
-        steps = triton.cdiv(window, 32) + 2
-        shape = Tile(32, min(2 * processors + heads, steps * heads), 1, 2, 3, 4, 1)
+        keys, ways = (64, 4) if rows <= 16 else (32, 1)
+        steps = triton.cdiv(window, keys) + 2
+        tile = Tile(keys, min(64 // keys * processors + heads, steps * heads), ways, 2, 3, 4, 1)
     elif rows > 16:
-        shape = Tile(64, processors, 1, 4, 3, 4, 4)
-    return shape._replace(programs=shape.programs * triton.cdiv(3 * heads, shape.programs))
+        tile = Tile(64, processors, 1, 4, 3, 4, 4)
+    programs = tile.programs * triton.cdiv(3 * heads, tile.programs)
+    return tile._replace(programs=programs, apart=triton.cdiv(programs, heads) * rows > WITHIN)
 
 
 def check_operands(
@@ -431,7 +471,7 @@ def attend_split(
     early: bool = False,
     tile: Tile | None = None,
 ) -> Float[Tensor, "B T H*d"]:
-    """Both kernels: what `attend` and `attend_cache` share, once `check_operands` has let it pass.
+    """One kernel or both: what `attend` and `attend_cache` share, once `check_operands` has let it pass.
 
     Args:
         lengths, first: slot of query 0 and the first slot that holds a key: a number for all rows, or int32 tensors.
@@ -445,7 +485,8 @@ def attend_split(
         page, pages, S = S, table.shape[1], S * table.shape[1]
     if tile is None:
         tile = choose_tile(T * Q, B * G, window, processors(q.device), q.element_size())
-    programs = tile.programs
+    programs, pairs, width = tile.programs, triton.next_power_of_2(T * Q), triton.next_power_of_2(d)
+    block = min(width, 2**12 // pairs)
     out = torch.empty(B, T, H * d, dtype=q.dtype, device=q.device)
     part = torch.empty(programs, T * Q, d, dtype=torch.float32, device=q.device)
     log = torch.empty(T * Q, programs, dtype=torch.float32, device=q.device)
@@ -455,25 +496,28 @@ def attend_split(
         lengths, first, table = (u.contiguous() if isinstance(u, Tensor) else u for u in (lengths, first, table))
     length, lengths = (0, lengths) if isinstance(lengths, Tensor) else (lengths, None)
     first_key, first = (0, first) if isinstance(first, Tensor) else (first, None)
-    pdl = dependent(q.device)
+    pdl, splits = dependent(q.device), triton.next_power_of_2(triton.cdiv(programs, B * G))
     common = {
         "B": B, "T": T, "G": G, "Q": Q, "d": d, "X": X, "W": window or 0, "PAGE": page, "KEYS": tile.keys,
         "PROGRAMS": programs, "PADDED_B": triton.next_power_of_2(B), "NEAR": tile.near_weight, "DEPENDENT": pdl,
         "launch_pdl": pdl,
     }  # fmt: skip
+    strides = *sink.stride()[:2], *gate.stride()[:2]
     _decode[(programs,)](
-        q, k, v, table, r, prepared(profiles, transposed), part, log, lengths, first, length, first_key, S, pages,
-        1 / math.sqrt(d), *q.stride()[:3], *k.stride()[:2], *v.stride()[:2], *r.stride()[:3],
-        R=R, K_S=k.stride(2), V_S=v.stride(2), ROWS=16 if T * Q <= 16 else 64, WAYS=tile.ways,
-        WIDTH=max(16, triton.next_power_of_2(d)), DEPTH=max(16, triton.next_power_of_2(T * R)),
-        STAGES=tile.stages, NEAR_STAGES=tile.near_stages, EARLY=early, num_warps=tile.warps, **common,
+        q, k, v, table, r, prepared(profiles, transposed), sink, gate, out, part, log,
+        None if tile.apart else arrivals(q.device, B * G), lengths, first, length, first_key, S, pages,
+        1 / math.sqrt(d), *q.stride()[:3], *k.stride()[:2], *v.stride()[:2], *r.stride()[:3], *strides,
+        R=R, K_S=k.stride(2), V_S=v.stride(2), ROWS=16 if T * Q <= 16 else 64, WAYS=tile.ways, WIDTH=max(16, width),
+        DEPTH=max(16, triton.next_power_of_2(T * R)), PAIRS=pairs, STAGES=tile.stages, NEAR_STAGES=tile.near_stages,
+        EARLY=early, APART=tile.apart, SPLITS=min(splits, AT_ONCE // (pairs * block)),
+        BLOCK=block, num_warps=tile.warps, **common,
     )  # fmt: skip
-    splits = triton.next_power_of_2(triton.cdiv(programs, B * G))
-    block = min(32, triton.next_power_of_2(d))
-    _combine[(B * T * H, triton.cdiv(d, block))](
-        part, log, sink, gate, out, lengths, first, length, first_key, S, *sink.stride()[:2], *gate.stride()[:2],
-        SPLITS=min(256, splits), BLOCK=block, num_warps=4, **common,
-    )  # fmt: skip
+    if tile.apart:
+        block = min(32, width)
+        _combine[(B * T * H, triton.cdiv(d, block))](
+            part, log, sink, gate, out, lengths, first, length, first_key, S, *strides,
+            SPLITS=min(256, splits), BLOCK=block, num_warps=4, **common,
+        )  # fmt: skip
     return out
 
 
