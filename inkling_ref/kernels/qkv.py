@@ -140,6 +140,17 @@ def _convolved(
         roll_state(rows, x, x_t, state, state_n, start, T, rejected, inside, K - 1, N, TOKENS, WHOLE)
 
 
+@triton.jit
+@no_type_check
+def _nearer(pointer, part, COUNT: tl.constexpr, STOP: tl.constexpr):
+    """Into the L2 cache: COUNT elements of a part, of STOP in all; a lane asks for a sector of 32 bytes."""
+    STEP: tl.constexpr = 256 // pointer.dtype.element_ty.primitive_bitwidth
+    sectors = tl.arange(0, triton.next_power_of_2((COUNT + STEP - 1) // STEP)) * STEP
+    pointers = pointer + tl.minimum(part * COUNT + tl.minimum(sectors, COUNT - 1), STOP - 1)
+    code: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
+    tl.inline_asm_elementwise(code, "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1)
+
+
 @triton.jit(do_not_specialize=["T"])
 @no_type_check
 def _prepare(
@@ -154,15 +165,28 @@ def _prepare(
     R_WIDTH: tl.constexpr, LOG: tl.constexpr, DYNAMIC: tl.constexpr, PACKED: tl.constexpr, DOCUMENTS: tl.constexpr,
     WHOLE: tl.constexpr, LENGTHS: tl.constexpr, REJECTED: tl.constexpr, PAGE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    if DEPENDENT:  # the next kernel may start, and wait here as this one does for the kernel in front of it
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     Q_PARTS: tl.constexpr = (H + Q_HEADS - 1) // Q_HEADS
     R_PARTS: tl.constexpr = (H + R_HEADS - 1) // R_HEADS
     PARTS: tl.constexpr = (G + HEADS - 1) // HEADS
     ROLES: tl.constexpr = Q_PARTS + R_PARTS + 2 * PARTS
     part, start = tl.program_id(0) % ROLES, tl.program_id(0) // ROLES * TOKENS
     b = tl.program_id(1).to(tl.int64)
+    if DEPENDENT:  # the next kernel may start, and wait here as this one does for the kernel in front of it
+        tl.extra.cuda.gdc_launch_dependents()
+        if WHOLE:  # a short call is short of nothing but time: until then its parameters and states come nearer
+            if part >= 2 * PARTS + R_PARTS:
+                _nearer(q_scale_ptr, part - 2 * PARTS - R_PARTS, Q_HEADS * d, H * d)
+            elif part >= 2 * PARTS:
+                _nearer(r_scale_ptr, part - 2 * PARTS, R_HEADS * R, H * R)
+            else:
+                value = part >= PARTS
+                head = part - value.to(tl.int32) * PARTS
+                for j in tl.static_range(K):
+                    _nearer(tl.where(value, v_tap_ptr, k_tap_ptr) + j * tap_j, head, HEADS * d, G * d)
+                for n in tl.static_range(N):
+                    row_ptr = state_ptr + b * state_b + n * state_n + value.to(tl.int32) * (G * d)
+                    _nearer(row_ptr, head, HEADS * d, G * d)
+        tl.extra.cuda.gdc_wait()
     slot0 = 0
     if LENGTHS:
         slot0 = tl.load(length_ptr + b)
