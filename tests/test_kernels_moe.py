@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from helpers import relative_rms
-from kernel_contract import DEVICE, check, dtypes, needs_device, placed, poisoned_outputs  # noqa: F401 (a fixture)
+from kernel_contract import DEVICE, INTERPRETED, check, dtypes, needs_device, placed, poisoned_outputs  # noqa: F401 (a fixture)
 
 from inkling_ref import moe
 from inkling_ref.kernels import moe as moe_kernel
@@ -66,6 +66,68 @@ def test_route_sums_its_terms(monkeypatch):
     exact_weights, exact_ids = moe.route(h.double(), weight.double(), bias.double(), 3, 1.0)
     assert torch.equal(ids, exact_ids)
     assert relative_rms(weights, exact_weights) < 2e-6
+
+
+@pytest.mark.parametrize("N", [2, 9])
+def test_route_splits_the_weight_of_few_rows(N, monkeypatch):
+    # The path of bfloat16, in float32.
+    monkeypatch.setitem(moe_kernel._TERMS, torch.float32, 3)
+    h, weight, bias = torch.randn(N, 1070), torch.randn(35, 1070) / 30, torch.randn(35)
+    h, weight, bias = (t.to(DEVICE) for t in (h, weight, bias))
+    weights, ids = moe_kernel.route(h, weight, bias, 5, 2.5)
+    exact_weights, exact_ids = moe.route(h.double(), weight.double(), bias.double(), 5, 2.5)
+    assert torch.equal(ids, exact_ids)
+    assert relative_rms(weights, exact_weights) < 2e-6
+
+
+def test_route_leaves_its_count_at_0(monkeypatch):
+    count = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    monkeypatch.setattr(moe_kernel, "_counter", lambda device: count)
+    weight, bias = torch.randn(29, 2600, device=DEVICE) / 50, torch.randn(29, device=DEVICE)
+    for N in (1, 5, 1, 13):  # programs of different numbers
+        h = torch.randn(N, 2600, device=DEVICE)
+        assert torch.equal(moe_kernel.route(h, weight, bias, 3, 1.0)[1], moe.route(h, weight, bias, 3, 1.0)[1])
+        assert count == 0
+
+
+@pytest.mark.skipif(INTERPRETED, reason="no GPU")
+def test_launches_that_may_run_at_one_time_do_not_share_a_count():
+    counters, streams = moe_kernel._Counters(torch.device(DEVICE)), [torch.cuda.Stream() for _ in range(2)]
+    taken = []
+    for stream in streams * 2:
+        with torch.cuda.stream(stream):
+            taken.append(counters.take())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        taken += [counters.take(), counters.take()]
+    places = [t.data_ptr() for t in taken]
+    assert places[:2] == places[2:4]
+    assert len(set(places)) == 4
+
+
+@pytest.mark.skipif(INTERPRETED, reason="no GPU")
+@pytest.mark.parametrize("N", [1, 8])
+def test_routes_on_several_streams_and_in_graphs_at_one_time(N):
+    weight, bias = torch.randn(384, 4608, device=DEVICE) / 70, torch.randn(384, device=DEVICE)
+    inputs = [torch.randn(N, 4608, device=DEVICE).bfloat16() for _ in range(4)]
+    expected = [moe_kernel.route(h, weight, bias, 8, 1.0) for h in inputs]
+    graphs, found, streams = [], [], [torch.cuda.Stream() for _ in inputs]
+    for h in inputs[:2]:
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            found.append([moe_kernel.route(h, weight, bias, 8, 1.0) for _ in range(9)])
+    torch.cuda.synchronize()
+    for _ in range(20):
+        for stream, run in zip(streams, [*(graph.replay for graph in graphs), *inputs[2:]], strict=True):
+            with torch.cuda.stream(stream):
+                if callable(run):
+                    run()
+                else:
+                    found.append([moe_kernel.route(run, weight, bias, 8, 1.0) for _ in range(9)])
+    torch.cuda.synchronize()
+    wanted = [*expected[:2], *(expected[2:] * 20)]
+    for outs, (weights, ids) in zip(found, wanted, strict=True):
+        assert all(torch.equal(w, weights) and torch.equal(i, ids) for w, i in outs)
 
 
 @dtypes

@@ -8,15 +8,18 @@ $$ W = W_1 + W_2 + W_3, \qquad W_1 = \mathrm{bf16}(W), \; W_2 = \mathrm{bf16}(W 
 and three products are as good as one in float32, at 3/16 of its time, if their sums are: the matrix unit truncates
 where it adds, which over 4608 columns and three terms would cost 2^-16 of a logit, so the sums of 64 columns at a time
 are added outside it, rounded. A few rows (decoding) are bound by the weight's bytes instead: they read W itself, 4
-bytes a number and not 6, and multiply in float32.
+bytes a number and not 6. Several rows in bfloat16 split it in registers; others multiply in float32.
 
-Choosing is a kernel of its own over partial sums of the logits, [slices, N, E], one warp a token. It is launched while
-the product runs and waits for its end itself (programmatic dependent launch, PDL in the code), which saves the gap
-between two kernels; a decoding step's product starts in the same way within a graph.
+Choosing takes partial sums of the logits, [slices, N, E], one warp a token. For many rows it is a kernel of its own,
+launched while the product runs; it waits for its end itself (programmatic dependent launch, PDL in the code). For a few
+rows one launch does both: programs count themselves when their sums are written, and the last one, which sees all of
+them, chooses. It adds the same sums in the same order, whichever program it is, and sets the count back to 0.
 
 **SwiGLU.** One pass over interleaved gate and up columns, with one division for three quotients; see `approximate`.
 """
 
+from collections import deque
+from functools import cache
 from typing import no_type_check
 
 import torch
@@ -29,10 +32,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..errors import InputError
-from . import FLOATS, adjacent, axes, dependent, expect, prepared
+from . import FLOATS, INTERPRETED, adjacent, axes, dependent, expect, prepared
 from .approximate import TO_BASE2, exp2, near, reciprocal, swiglu
 
 _FEW: int = 16  # rows up to which the router reads the float32 weight
+_TERMS = {torch.bfloat16: 3}  # into which a few rows of a dtype split it; others: none
+# Of unaligned memory a lane reads 4 bytes, and a warp 32 neighbours: a layout in which it holds whole rows.
+_ALIGNED_ANYHOW = ["logit_ptr", "bias_ptr", "weight_ptr", "id_ptr"]
 
 
 @triton.jit
@@ -59,70 +65,124 @@ def _logits(
 
 @triton.jit
 @no_type_check
-def _logits_few(
-    h_ptr, w_ptr, out_ptr, N, E, h_n,
-    D: tl.constexpr, ROWS: tl.constexpr, EXPERTS: tl.constexpr, STEP: tl.constexpr, STEPS: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """All rows against a few experts and a slice of the columns, in float32: one term of the sum in [slices, N, E].
-
-    The weights are on their way before the kernel waits for the rows.
-    """
-    rows, experts = tl.arange(0, ROWS), tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
-    columns = (tl.program_id(1) * STEP * STEPS + tl.arange(0, STEP))[None, None, :]
-    w_rows, h_rows = w_ptr + experts[None, :, None] * D, h_ptr + rows[:, None, None] * h_n
-    w, h = (), ()
-    for i in tl.static_range(STEPS):
-        mask = (experts[None, :, None] < E) & (columns + i * STEP < D)
-        w = w + (tl.load(w_rows + columns + i * STEP, mask=mask, other=0.0),)  # noqa: RUF005
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    for i in tl.static_range(STEPS):
-        mask = (rows[:, None, None] < N) & (columns + i * STEP < D)
-        h = h + (tl.load(h_rows + columns + i * STEP, mask=mask, other=0.0),)  # noqa: RUF005
-    acc = tl.zeros([ROWS, EXPERTS, STEP], tl.float32)
-    for i in tl.static_range(STEPS):
-        acc += h[i].to(tl.float32) * w[i]
-    out = (tl.program_id(1) * N + rows[:, None]) * E + experts[None, :]
-    tl.store(out_ptr + out, tl.sum(acc, 2), mask=(rows[:, None] < N) & (experts[None, :] < E))
+def _experts_and_bias(bias_ptr, E: tl.constexpr, ROWS: tl.constexpr):
+    """Numbers of all experts, [ROWS, lines of 32, 32], and their biases."""
+    LINES: tl.constexpr = triton.next_power_of_2(triton.cdiv(E, 32))
+    experts = tl.arange(0, LINES)[None, :, None] * 32 + tl.arange(0, 32)[None, None, :]
+    experts += tl.zeros([ROWS, 1, 1], tl.int32)
+    return experts, tl.load(bias_ptr + experts, mask=experts < E, other=0.0).to(tl.float32)
 
 
 @triton.jit
 @no_type_check
-def _choose(
-    logit_ptr, bias_ptr, weight_ptr, id_ptr, N, E, route_scale,
-    SLICES: tl.constexpr, k: tl.constexpr, PADDED_E: tl.constexpr, PADDED_K: tl.constexpr, NORMALIZE: tl.constexpr,
-    PDL: tl.constexpr,
+def _best(
+    logit_ptr, experts, bias, weight_ptr, id_ptr, first_row, N, route_scale,
+    E: tl.constexpr, SLICES: tl.constexpr, k: tl.constexpr, NORMALIZE: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
-    experts, places = tl.arange(0, PADDED_E), tl.arange(0, PADDED_K)
-    real = experts < E
-    bias = tl.load(bias_ptr + experts, mask=real, other=0.0).to(tl.float32)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    logit = tl.load(logit_ptr + token * E + experts, mask=real, other=0.0)
+    """The choice of each row from `first_row` on, as many as `experts` has: a warp holds whole rows."""
+    PLACES: tl.constexpr = max(32, triton.next_power_of_2(k))
+    row = first_row + tl.arange(0, experts.shape[0])[:, None, None]
+    places, real = tl.arange(0, PLACES)[None, None, :], experts < E
+    at = tl.minimum(row, N - 1) * E + experts
+    logit = tl.load(logit_ptr + at, mask=real, other=0.0)
     for i in tl.static_range(1, SLICES):
-        logit += tl.load(logit_ptr + (i * N + token) * E + experts, mask=real, other=0.0)
+        logit += tl.load(logit_ptr + i * N * E + at, mask=real, other=0.0)
     weight = reciprocal(1 + exp2(logit * -TO_BASE2))
-    score = weight + bias
+    score, bits = weight + bias, weight.to(tl.int32, bitcast=True)
     score = tl.where(score != score, float("inf"), score)  # NaN first, as a sort has it
-    # Float bits in an order that integers share: negative numbers have their other bits turned over. Two reductions of
-    # 32 bits a round, for the score and for the lowest id that has it, are one instruction each across a warp.
+    # Float bits in an order that integers share: negative numbers have their other bits turned over. Reductions of 32
+    # bits, for the score, for the lowest id that has it and for its weight, are one instruction each across a warp.
     order = score.to(tl.int32, bitcast=True)
     order = tl.where(order < 0, order ^ 0x7FFFFFFF, order)
     order = tl.where(real, order, -0x80000000)
-    ids = tl.zeros([PADDED_K], tl.int32)
+    ids = tl.zeros([experts.shape[0], 1, PLACES], tl.int32)
+    chosen = ids
     for i in tl.static_range(k):
-        best = tl.min(tl.where(order == tl.max(order, 0), experts, PADDED_E), 0)
+        most = tl.max(tl.max(order, 1, keep_dims=True), 2, keep_dims=True)
+        best = tl.where(order == most, experts, 0x7FFFFFFF)
+        best = tl.min(tl.min(best, 1, keep_dims=True), 2, keep_dims=True)
+        found = tl.where(experts == best, bits, 0)
+        found = tl.sum(tl.sum(found, 1, keep_dims=True), 2, keep_dims=True)
         order = tl.where(experts == best, -0x80000000, order)
-        ids = tl.where(places == i, best, ids)
-    chosen = tl.where(places < k, tl.gather(weight, ids, 0), 0.0)
+        ids, chosen = tl.where(places == i, best, ids), tl.where(places == i, found, chosen)
+    chosen = chosen.to(tl.float32, bitcast=True)
     if NORMALIZE:
-        chosen = chosen / (tl.sum(chosen, 0) + 1e-20)
-    tl.store(weight_ptr + token * k + places, chosen * route_scale, mask=places < k)
-    tl.store(id_ptr + token * k + places, ids.to(tl.int64), mask=places < k)
+        chosen = chosen / (tl.sum(chosen, 2, keep_dims=True) + 1e-20)
+    out, mask = row.to(tl.int64) * k + places, (row < N) & (places < k)
+    tl.store(weight_ptr + out, chosen * route_scale, mask=mask)
+    tl.store(id_ptr + out, ids.to(tl.int64), mask=mask)
+
+
+@triton.jit(do_not_specialize_on_alignment=_ALIGNED_ANYHOW)
+@no_type_check
+def _choose(
+    logit_ptr, bias_ptr, weight_ptr, id_ptr, N, route_scale,
+    E: tl.constexpr, SLICES: tl.constexpr, k: tl.constexpr, NORMALIZE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    experts, bias = _experts_and_bias(bias_ptr, E, 1)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    _best(logit_ptr, experts, bias, weight_ptr, id_ptr, tl.program_id(0), N, route_scale, E, SLICES, k, NORMALIZE)
+
+
+@triton.jit(do_not_specialize_on_alignment=_ALIGNED_ANYHOW)
+@no_type_check
+def _route_few(
+    h_ptr, w_ptr, bias_ptr, logit_ptr, count_ptr, weight_ptr, id_ptr, N, h_n, route_scale,
+    D: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, EXPERTS: tl.constexpr, STEP: tl.constexpr,
+    STEPS: tl.constexpr, TERMS: tl.constexpr, k: tl.constexpr, NORMALIZE: tl.constexpr, WARPS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """All rows against a few experts and a slice of the columns: a term of the sum in [slices, N, E]; then the choice.
+
+    Weights and biases are on their way before the kernel waits for the rows.
+    """
+    SLICES: tl.constexpr = triton.cdiv(D, STEP * STEPS)
+    everyone, bias = _experts_and_bias(bias_ptr, E, max(WARPS, ROWS))
+    first, rows = tl.program_id(1) * STEP * STEPS, tl.arange(0, ROWS)
+    experts = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
+    if TERMS > 1:  # sums of STEP columns, each from 0: see the module
+        starts = first + tl.arange(0, STEPS)[:, None, None] * STEP
+        columns, lines = starts + tl.arange(0, STEP)[None, None, :], starts + tl.arange(0, STEP)[None, :, None]
+        mask = (experts[None, :, None] < E) & (columns < D)
+        rest = tl.load(w_ptr + experts[None, :, None] * D + columns, mask=mask, other=0.0)
+        w = ()
+        for i in tl.static_range(TERMS):
+            w = w + (rest.to(tl.bfloat16),)  # noqa: RUF005
+            rest -= w[i].to(tl.float32)
+        if PDL:
+            gdc_launch_dependents()
+            gdc_wait()
+        h = tl.load(h_ptr + rows[None, None, :] * h_n + lines, mask=(rows[None, None, :] < N) & (lines < D), other=0.0)
+        acc = tl.zeros([STEPS, EXPERTS, ROWS], tl.float32)
+        for i in tl.static_range(TERMS):
+            acc = tl.dot(w[i].to(h.dtype), h, acc, input_precision="ieee")
+        part = tl.trans(tl.sum(acc, 0))
+    else:
+        columns = (first + tl.arange(0, STEP))[None, None, :]
+        w_rows, h_rows = w_ptr + experts[None, :, None] * D, h_ptr + rows[:, None, None] * h_n
+        w, h = (), ()
+        for i in tl.static_range(STEPS):
+            mask = (experts[None, :, None] < E) & (columns + i * STEP < D)
+            w = w + (tl.load(w_rows + columns + i * STEP, mask=mask, other=0.0),)  # noqa: RUF005
+        if PDL:
+            gdc_launch_dependents()
+            gdc_wait()
+        for i in tl.static_range(STEPS):
+            mask = (rows[:, None, None] < N) & (columns + i * STEP < D)
+            h = h + (tl.load(h_rows + columns + i * STEP, mask=mask, other=0.0),)  # noqa: RUF005
+        acc = tl.zeros([ROWS, EXPERTS, STEP], tl.float32)
+        for i in tl.static_range(STEPS):
+            acc += h[i].to(tl.float32) * w[i]
+        part = tl.sum(acc, 2)
+    out = (tl.program_id(1) * N + rows[:, None]) * E + experts[None, :]
+    tl.store(logit_ptr + out, part, mask=(rows[:, None] < N) & (experts[None, :] < E))
+    # One thread counts for all of the program: after their stores, and before the last program's loads.
+    tl.debug_barrier()
+    if tl.atomic_add(count_ptr, 1, sem="acq_rel") == tl.num_programs(0) * tl.num_programs(1) - 1:
+        tl.store(count_ptr, 0)
+        _best(logit_ptr, everyone, bias, weight_ptr, id_ptr, 0, N, route_scale, E, SLICES, k, NORMALIZE)
 
 
 def _aligned(x: Float[Tensor, "N D"]) -> Float[Tensor, "N columns"]:
@@ -151,6 +211,41 @@ def _slices(tiles: int) -> int:
     return 16 if tiles <= 16 else 4 if tiles <= 66 else 2
 
 
+class _Counters:
+    """Where launches on one GPU count their programs: numbers that are 0 whenever no launch uses them.
+
+    Two launches that run at one time must not share one. So each stream has its own, for its launches run one after the
+    other; and a launch that is captured has one for good: its graph may run beside anything but itself. (An interrupted
+    call leaves nothing: either its launch runs to the end, or CUDA refuses all later calls.)
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.unused, self.of_stream = device, deque(), {}
+
+    def take(self) -> Int[Tensor, "1"]:
+        if torch.cuda.is_current_stream_capturing():
+            if not self.unused:
+                raise InputError(
+                    "triton route: captured more than 4096 times, expected a call outside of a graph first"
+                )
+            return self.unused.popleft()
+        if len(self.unused) <= 4096:  # not while capturing: a graph would set them to 0 at every replay
+            self.unused.extend(torch.zeros(8192, dtype=torch.int32, device=self.device).split(1))
+            torch.cuda.current_stream(self.device).synchronize()  # before other streams count there
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        if stream not in self.of_stream:
+            self.of_stream[stream] = self.unused.popleft()
+        return self.of_stream[stream]
+
+
+_counters = cache(_Counters)
+
+
+def _counter(device: torch.device) -> Int[Tensor, "1"]:
+    """A number that is 0, for the kernel to count in and to set back to 0. The interpreter may be interrupted: new."""
+    return torch.zeros(1, dtype=torch.int32) if INTERPRETED else _counters(device).take()
+
+
 def route(
     h: Float[Tensor, "N D"],
     weight: Float[Tensor, "E D"],
@@ -176,29 +271,32 @@ def route(
         return weights, ids
     (h,), bias, pdl = adjacent(h), bias.contiguous(), dependent(h.device)
     if N <= _FEW:
-        w, (experts, step, steps) = weight.float().contiguous(), (2, 512, 5) if N == 1 else (4, 128, 9)
+        w, terms = weight.float().contiguous(), 1 if N == 1 else _TERMS.get(h.dtype, 1)  # one row shares no work
+        experts, step, steps, warps = (1, 512, 9, 4) if N == 1 else (4, 128, 9, 4) if terms == 1 else (16, 32, 32, 8)
+        rows = max(1 if terms == 1 else 8, triton.next_power_of_2(N))  # the matrix unit has 8 and more
         slices = triton.cdiv(D, step * steps)
         logits = torch.empty(slices, N, E, dtype=torch.float32, device=h.device)
-        _logits_few[(triton.cdiv(E, experts), slices)](
-            h, w, logits, N, E, h.stride(0), D=D, ROWS=triton.next_power_of_2(N), EXPERTS=experts, STEP=step,
-            STEPS=steps, PDL=pdl, num_warps=4,
+        _route_few[(triton.cdiv(E, experts), slices)](
+            h, w, bias, logits, _counter(h.device), weights, ids, N, h.stride(0), scale, D=D, E=E, ROWS=rows,
+            EXPERTS=experts, STEP=step, STEPS=steps, TERMS=terms, k=k, NORMALIZE=normalize, WARPS=warps, PDL=pdl,
+            num_warps=warps,
             # Only where no kernel just before this one writes the weight, which is read before the wait: in a graph.
             launch_pdl=w is weight and pdl and torch.cuda.is_current_stream_capturing(),
         )  # fmt: skip
-    else:
-        terms = prepared(weight, bfloat16_terms if h.dtype == torch.bfloat16 else _one_term).flatten(0, 1)
-        h = _aligned(h if h.dtype == torch.bfloat16 else h.float())
-        tile, step = (128, 64) if h.dtype == torch.bfloat16 else (64, 32)
-        tiles = (triton.cdiv(E, tile), triton.cdiv(N, tile))
-        slices = _slices(tiles[0] * tiles[1])
-        logits = torch.empty(slices, N, E, dtype=torch.float32, device=h.device)
-        _logits[(*tiles, slices)](
-            *(TensorDescriptor.from_tensor(t, [tile, step]) for t in (h, terms)), logits, N, E,
-            step * triton.cdiv(D, step * slices), TERMS=len(terms) // E, TILE=tile, STEP=step, STAGES=3, num_warps=8,
-        )  # fmt: skip
+        return weights, ids
+    terms = prepared(weight, bfloat16_terms if h.dtype == torch.bfloat16 else _one_term).flatten(0, 1)
+    h = _aligned(h if h.dtype == torch.bfloat16 else h.float())
+    tile, step = (128, 64) if h.dtype == torch.bfloat16 else (64, 32)
+    tiles = (triton.cdiv(E, tile), triton.cdiv(N, tile))
+    slices = _slices(tiles[0] * tiles[1])
+    logits = torch.empty(slices, N, E, dtype=torch.float32, device=h.device)
+    _logits[(*tiles, slices)](
+        *(TensorDescriptor.from_tensor(t, [tile, step]) for t in (h, terms)), logits, N, E,
+        step * triton.cdiv(D, step * slices), TERMS=len(terms) // E, TILE=tile, STEP=step, STAGES=3, num_warps=8,
+    )  # fmt: skip
     _choose[(N,)](
-        logits, bias, weights, ids, N, E, scale, SLICES=slices, k=k, PADDED_E=triton.next_power_of_2(E),
-        PADDED_K=triton.next_power_of_2(k), NORMALIZE=normalize, PDL=pdl, num_warps=1, launch_pdl=pdl,
+        logits, bias, weights, ids, N, scale, E=E, SLICES=slices, k=k, NORMALIZE=normalize, PDL=pdl, num_warps=1,
+        launch_pdl=pdl,
     )  # fmt: skip
     return weights, ids
 
