@@ -14,6 +14,8 @@ from inkling_ref.kernels import residual_hopper
 
 pytestmark = needs_device
 
+MANY: int = 67 if DEVICE == "cuda" else 5  # tokens a row; on Hopper GPUs two such rows go in bursts
+
 
 def holds(actual, eager, exact, dtype):
     """Every output within the bound, in its dtype."""
@@ -75,9 +77,12 @@ def test_released_width(queries, tokens, running_sum, dtype):
         pytest.param(1, 5, [0, 2, 1], 0, 1, True, False, id="first block closes, rows taken back"),
         pytest.param(1, 4, None, 8, 3, True, True, id="9 blocks"),
         pytest.param(3, 6, [3, 0, 1], 2, 1, True, False, id="3 tokens a row"),
+        pytest.param(MANY, 3, None, 8, 1, False, False, id="many tokens"),
+        pytest.param(MANY, 3, None, 2, 3, True, True, id="many tokens, a block closes, 3 queries"),
+        pytest.param(MANY, 4, [1, 0, 1], 0, 1, True, False, id="many tokens, first block closes"),
     ],
 )
-@pytest.mark.parametrize("D", [37, 576], ids="D {}".format)
+@pytest.mark.parametrize("D", [37, 576] if DEVICE == "cpu" else [37, 576, 4608], ids="D {}".format)
 def test_join_and_mix(D, T, rows, rejected, count, queries, opens, ends, dtype):
     B, K = 3 if rejected else 2, 4
     wide = torch.float32
@@ -112,6 +117,33 @@ def test_join_and_mix(D, T, rows, rejected, count, queries, opens, ends, dtype):
     assert not ends or torch.equal(partial[0], partial[0].to(dtype).float())
     assert torch.equal(after["state"], eager_after["state"])
     assert torch.equal(after["blocks"].nan_to_num(7), eager_after["blocks"].nan_to_num(7))
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="no GPU")
+@pytest.mark.parametrize("running_sum", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("how", [{"opens_block": True}, {"ends_layer": True}], ids="-".join)
+def test_many_tokens_join_in_bursts(monkeypatch, how, running_sum):
+    """More tokens than programs; a row alone and with another has the same bits."""
+    if residual_kernel._hopper(torch.device(DEVICE)) is None:
+        pytest.skip("a kernel for Hopper GPUs")
+    monkeypatch.setattr(residual_kernel, "_programs", None)
+    T, D, n, dtype = 301, 4608, 7, torch.bfloat16
+    given = [placed(torch.randn(2, *shape), dtype) for shape in ((T, D), (3, D), (T, n + 1, D))]
+    given.append(placed(torch.randn(2, T, D), running_sum))
+    shared = [placed(torch.randn(*shape), torch.float32) for shape in ((D, 1, 4), (D,), (D,))]
+
+    def run(op, first=0, to=None):
+        y, state, blocks, partial = (t[first:].to(to, copy=True) if to else t[first:].clone() for t in given)
+        taps, query, norm = (t.to(to) if to else t for t in shared)
+        (out,) = op(y, state, taps, blocks, partial, n, query, [norm], 1e-6, **how)
+        return out, blocks, partial
+
+    exact, eager = run(fused.join_and_mix, to=torch.float64), run(fused.join_and_mix)
+    actual, alone = run(residual_kernel.join_and_mix), run(residual_kernel.join_and_mix, first=1)
+    assert all(torch.equal(a[1:], b) for a, b in zip(actual, alone, strict=True))
+    assert torch.equal(actual[1], eager[1])
+    for i in (0, 2):
+        assert relative_rms(actual[i], exact[i]) <= bound(dtype, eager[i], exact[i])
 
 
 def test_strided_arguments():

@@ -230,7 +230,9 @@ def _launch(
             hopper, None, None, None, None, blocks, partial, n, queries, norm_weights, out, eps, block_t, partial_t
         )
         return list(out.unbind(0))
-    if hopper is not None and _bursts(hopper, blocks, partial, queries, norm_weights, out, eps, block_t, partial_t):
+    if hopper is not None and _bursts(
+        hopper, None, blocks, partial, n, queries, norm_weights, out, eps, block_t, partial_t
+    ):
         return list(out.unbind(0))
     _programs(None, blocks, partial, n, queries, norm_weights, out, eps, block_t, partial_t)
     return list(out.unbind(0))
@@ -253,30 +255,38 @@ def _programs(
 
 
 def _bursts(
-    hopper: ModuleType, blocks: Tensor, partial: Tensor, queries: Tensor, norm_weights: list[Tensor], out: Tensor,
-    eps: float, block_t: int, partial_t: int,
+    hopper: ModuleType, y: Tensor | None, blocks: Tensor, partial: Tensor, n: int, queries: Tensor,
+    norm_weights: list[Tensor], out: Tensor, eps: float, block_t: int, partial_t: int, opens: bool = False,
+    ends: bool = False,
 ) -> bool:  # fmt: skip
-    """`mix_bursts` of many tokens; False where whole tokens do not fit into shared memory or cannot be copied there."""
-    n, D, Q, N = blocks.shape[2], out.shape[-1], len(norm_weights), out[0, ..., 0].numel()
+    """`mix_bursts` of many tokens; False where whole tokens do not fit into shared memory or cannot be copied there.
+
+    Without y of the sources as they are.
+    """
+    D, Q, N = out.shape[-1], len(norm_weights), out[0, ..., 0].numel()
     warps, programs = _BURSTS
     chunk = 64 * warps
-    C, sums = D // chunk, (n + 1) * (Q + 1) + Q
-    room = _SHARED_BYTES // programs - D * (n * blocks.element_size() + partial.element_size()) - 4 * warps * sums
-    aligned = all(t.data_ptr() % 16 == 0 for t in (blocks, partial)) and block_t % 16 == partial_t % 16 == 0
+    sources = [(y, D), (blocks, block_t), (partial, partial_t)]
+    C, sums = D // chunk, (n + 1 + opens) * (Q + 1) + Q
+    row = n * blocks.element_size() + partial.element_size() + (0 if y is None else y.element_size())
+    room = _SHARED_BYTES // programs - D * row - 4 * warps * sums
+    aligned = all(t is None or t.data_ptr() % 16 == stride % 16 == 0 for t, stride in sources)
     if D % chunk or room < 0 or not aligned:
         return False
     hold = C if Q == 1 else min(C, _HELD)
     near = min(C - hold, _NEAR, room // (4 * Q * chunk))
     words, strides, copies = [], [], []
-    for t, stride in ((blocks, block_t), (partial, partial_t)):
-        pairs = t.dtype == torch.bfloat16  # as words of two
+    for t, stride in sources:
+        pairs = t is not None and t.dtype == torch.bfloat16  # as words of two
         words.append(t.view(torch.int32) if pairs else t)
         strides.append(stride // 2 if pairs else stride)
-        copies.append(hopper.copy_layout(chunk // 2 if pairs else chunk, words[-1].element_size(), warps))
+        size = 4 if t is None else words[-1].element_size()
+        copies.append(hopper.copy_layout(chunk // 2 if pairs else chunk, size, warps))
     hopper.mix_bursts[(min(N, programs * processors(out.device)),)](
-        *words, queries, tuple(norm_weights), out, N, *strides, SOURCE_EPS, eps, LOG2E / math.sqrt(D),
-        D=D, n=n, Q=Q, WARPS=warps, HOLD=hold, NEAR=near, ONE=hopper.layout(1, warps, 1),
-        TWO=hopper.layout(1, warps, 2), BLOCK_COPY=copies[0], LAST_COPY=copies[1],
+        *words, queries, tuple(norm_weights), None if y is None else partial, blocks[:, :, n] if opens else None, out,
+        N, *strides[1:], partial_t, block_t, SOURCE_EPS, eps, LOG2E / math.sqrt(D),
+        D=D, n=n, Q=Q, ENDS=ends, WARPS=warps, HOLD=hold, NEAR=near, ONE=hopper.layout(1, warps, 1),
+        TWO=hopper.layout(1, warps, 2), Y_COPY=copies[0], BLOCK_COPY=copies[1], LAST_COPY=copies[2],
         QUERY_COPY=hopper.copy_layout(chunk, queries.element_size(), warps), num_warps=warps,
         maxnreg=65536 // (programs * 32 * warps),
     )  # fmt: skip
@@ -390,15 +400,14 @@ def join_and_mix(
         raise InputError("triton join_and_mix: strided blocks or running sum, expected tokens one distance apart")
     rejected = None if rejected is None else rejected.contiguous()
     norm_weights = [w.contiguous() for w in norm_weights]
-    hopper = _hopper(y.device) if N <= _FEW_TO_JOIN and D <= 8192 else None
-    if hopper is None or T > 1 or state[0].stride() != (D, 1):
+    hopper = _hopper(y.device)
+    few = hopper is not None and N <= _FEW_TO_JOIN and D <= 8192
+    if not few or T > 1 or state[0].stride() != (D, 1):
         y, state, weight, rejected = rolling_short_conv(y, state, weight, rejected), None, None, None
     y, queries = y.contiguous(), queries.contiguous()
-    if hopper is not None:
-        _cluster(
-            hopper, y, state, weight, rejected, blocks, partial, count, queries, norm_weights, out, eps, block_t,
-            partial_t, opens_block, ends_layer,
-        )  # fmt: skip
-        return list(out.unbind(0))
-    _programs(y, blocks, partial, count, queries, norm_weights, out, eps, block_t, partial_t, opens_block, ends_layer)
+    rest = blocks, partial, count, queries, norm_weights, out, eps, block_t, partial_t, opens_block, ends_layer
+    if few:
+        _cluster(hopper, y, state, weight, rejected, *rest)
+    elif hopper is None or not _bursts(hopper, y, *rest):
+        _programs(y, *rest)
     return list(out.unbind(0))

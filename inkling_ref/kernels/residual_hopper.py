@@ -6,7 +6,8 @@ of x x; then one exchange of all these sums, the softmax, the mixtures, and a se
 
 - `mix_bursts`, for many tokens: a token's sources, adjacent in memory (83 KB in 16 bits), are copied to shared memory
   in one burst and read from there twice. Two programs a multiprocessor, each walking over tokens, take turns: while
-  one waits for its burst, the other computes.
+  one waits for its burst, the other computes. Where y joins the running sum, it comes with the burst, both readings
+  add it up, and the second writes it back.
 - `mix_cluster`, for few: a cluster of 8 multiprocessors shares the channels of a token, which one alone could not
   read fast enough; its sums are exchanged through distributed shared memory. For decoding it also holds what stands
   between two sublayers: the short convolution with its rolling state, and the running sum.
@@ -187,14 +188,16 @@ def _copy(memory, pointer, ROWS: gl.constexpr, COPY: gl.constexpr):
 @gluon.jit
 @no_type_check
 def _send(
-    blocks, last, block_ptr, partial_ptr, token, N, block_t, partial_t,
-    n: gl.constexpr, C: gl.constexpr, BLOCK_COPY: gl.constexpr, LAST_COPY: gl.constexpr,
+    y, blocks, last, y_ptr, block_ptr, partial_ptr, token, N, block_t, partial_t,
+    n: gl.constexpr, C: gl.constexpr, Y_COPY: gl.constexpr, BLOCK_COPY: gl.constexpr, LAST_COPY: gl.constexpr,
 ):  # fmt: skip
-    """A token's sources on their way to shared memory: n blocks and the running sum."""
+    """A token's sources on their way to shared memory: n blocks, the running sum, and y where it joins."""
     if token < N:
         if n > 0:
             _copy(blocks, block_ptr + token * block_t, n * C, BLOCK_COPY)
         _copy(last, partial_ptr + token * partial_t, C, LAST_COPY)
+        if y_ptr is not None:
+            _copy(y, y_ptr + token * C * y[0].shape[2], C, Y_COPY)
     async_copy.commit_group()
 
 
@@ -221,6 +224,39 @@ def _pair(memory, at, row: gl.constexpr, ROWS: gl.constexpr, ONE: gl.constexpr, 
 
 @gluon.jit
 @no_type_check
+def _together(even, odd, TWO: gl.constexpr):
+    """The opposite of `_halves`."""
+    return gl.convert_layout(gl.join(even, odd).reshape([1, 2 * even.shape[1]]), TWO, assert_trivial=True)
+
+
+@gluon.jit
+@no_type_check
+def _sources(
+    y, blocks, last, at, c: gl.constexpr, C: gl.constexpr, n: gl.constexpr, JOIN: gl.constexpr, DTYPE: gl.constexpr,
+    CLOSED: gl.constexpr, ONE: gl.constexpr, TWO: gl.constexpr,
+):  # fmt: skip
+    """A chunk of every source, even and odd channels in turn; where y joins, of the sources after that.
+
+    CLOSED: dtype of the block that closes, None where none does; DTYPE: that to which a layer's end rounds, or None.
+    """
+    x = ()
+    for j in gl.static_range(n):
+        x = x + _pair(blocks, at, j * C + c, n * C, ONE, TWO)
+    even, odd = _pair(last, at, c, C, ONE, TWO)
+    if JOIN:
+        y_even, y_odd = _pair(y, at, c, C, ONE, TWO)
+        if CLOSED is not None:
+            x = x + (even.to(CLOSED).to(gl.float32), odd.to(CLOSED).to(gl.float32))
+            even, odd = y_even, y_odd
+        else:
+            even, odd = even + y_even, odd + y_odd
+        if DTYPE is not None:
+            even, odd = even.to(DTYPE).to(gl.float32), odd.to(DTYPE).to(gl.float32)
+    return x + (even, odd)
+
+
+@gluon.jit
+@no_type_check
 def _queries(query_ptr, c: gl.constexpr, o, D: gl.constexpr, Q: gl.constexpr, ONE: gl.constexpr):
     q = ()
     for i in gl.static_range(Q):
@@ -231,12 +267,15 @@ def _queries(query_ptr, c: gl.constexpr, o, D: gl.constexpr, Q: gl.constexpr, ON
 @gluon.jit
 @no_type_check
 def mix_bursts(
-    block_ptr, partial_ptr, query_ptr, weight_ptrs, out_ptr, N, block_t, partial_t, source_eps, norm_eps, score_scale,
-    D: gl.constexpr, n: gl.constexpr, Q: gl.constexpr, WARPS: gl.constexpr, HOLD: gl.constexpr,
-    NEAR: gl.constexpr, ONE: gl.constexpr, TWO: gl.constexpr, BLOCK_COPY: gl.constexpr, LAST_COPY: gl.constexpr,
-    QUERY_COPY: gl.constexpr,
+    y_ptr, block_ptr, partial_ptr, query_ptr, weight_ptrs, sum_ptr, closed_ptr, out_ptr, N, block_t, partial_t, sum_t,
+    closed_t, source_eps, norm_eps, score_scale,
+    D: gl.constexpr, n: gl.constexpr, Q: gl.constexpr, ENDS: gl.constexpr, WARPS: gl.constexpr, HOLD: gl.constexpr,
+    NEAR: gl.constexpr, ONE: gl.constexpr, TWO: gl.constexpr, Y_COPY: gl.constexpr, BLOCK_COPY: gl.constexpr,
+    LAST_COPY: gl.constexpr, QUERY_COPY: gl.constexpr,
 ):  # fmt: skip
     """n blocks and the running sum of every token; int32 stands for two bfloat16, strides count elements of the type.
+
+    With y_ptr y joins the running sum, which goes to sum_ptr; with closed_ptr what it was before becomes a block there.
 
     HOLD: so many chunks of the queries stay in registers, the NEAR next in shared memory; every token reads the others
     again (from a cache).
@@ -244,15 +283,24 @@ def mix_bursts(
     THREADS: gl.constexpr = 32 * WARPS
     CHUNK: gl.constexpr = 2 * THREADS
     C: gl.constexpr = D // CHUNK  # chunks of a row: a thread has two neighbouring channels of each
-    V: gl.constexpr = (n + 1) * (Q + 1)
-    blocks, last = _allocate(block_ptr, n * C, CHUNK), _allocate(partial_ptr, C, CHUNK)
+    JOIN: gl.constexpr = y_ptr is not None
+    CLOSED: gl.constexpr = None if closed_ptr is None else closed_ptr.dtype.element_ty
+    DTYPE: gl.constexpr = out_ptr.dtype.element_ty if ENDS else None
+    SOURCES: gl.constexpr = n + 1 if closed_ptr is None else n + 2
+    V: gl.constexpr = SOURCES * (Q + 1)
+    blocks, last, joining = _allocate(block_ptr, n * C, CHUNK), _allocate(partial_ptr, C, CHUNK), ()
+    if JOIN:
+        joining = _allocate(y_ptr, C, CHUNK)
     near = ()
     if NEAR > 0:
         for i in gl.static_range(Q):
             near = near + (_allocate(query_ptr, NEAR, CHUNK),)
             _copy(near[i], query_ptr + i * D + HOLD * CHUNK, NEAR, QUERY_COPY)
     first, step = gl.program_id(0).to(gl.int64), gl.num_programs(0)
-    _send(blocks, last, block_ptr, partial_ptr, first, N, block_t, partial_t, n, C, BLOCK_COPY, LAST_COPY)
+    _send(
+        joining, blocks, last, y_ptr, block_ptr, partial_ptr, first, N, block_t, partial_t, n, C, Y_COPY, BLOCK_COPY,
+        LAST_COPY,
+    )  # fmt: skip
     o = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, TWO))[None, :]
     q = ()
     for c in gl.static_range(HOLD):
@@ -275,39 +323,43 @@ def mix_bursts(
                 q_c = q_next
             if c + 1 >= HOLD + NEAR and c + 1 < C:  # read one chunk ahead of their use
                 q_next = _queries(query_ptr, c + 1, o, D, Q, ONE)
+            x = _sources(joining, blocks, last, 0, c, C, n, JOIN, DTYPE, CLOSED, ONE, TWO)
             new = ()
-            for j in gl.static_range(n + 1):
-                if j < n:
-                    even, odd = _pair(blocks, 0, j * C + c, n * C, ONE, TWO)
-                else:
-                    even, odd = _pair(last, 0, c, C, ONE, TWO)
+            for j in gl.static_range(SOURCES):
+                even, odd = x[2 * j], x[2 * j + 1]
                 new = new + (parts[j * (Q + 1)] + even * even + odd * odd,)
                 for i in gl.static_range(Q):
                     new = new + (parts[j * (Q + 1) + 1 + i] + even * q_c[2 * i] + odd * q_c[2 * i + 1],)
             parts = new
         sums = _all_sums(parts, V, 1, WARPS, True)
-        weights, totals = _weights(sums, source_eps, score_scale, D, n + 1, Q)
+        weights, totals = _weights(sums, source_eps, score_scale, D, SOURCES, Q)
         # The second reading: hidden from the compiler, which would keep all sources in registers instead.
         again = gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], gl.int32, is_pure=False, pack=1)
         mixed, squares = (), (zero,) * Q
         for c in gl.static_range(C):
+            x = _sources(joining, blocks, last, again, c, C, n, JOIN, DTYPE, CLOSED, ONE, TWO)
             y = (zero,) * (2 * Q)
-            for j in gl.static_range(n + 1):
-                if j < n:
-                    even, odd = _pair(blocks, again, j * C + c, n * C, ONE, TWO)
-                else:
-                    even, odd = _pair(last, again, c, C, ONE, TWO)
+            for j in gl.static_range(SOURCES):
                 new = ()
                 for i in gl.static_range(Q):
-                    weight = weights[i * (n + 1) + j]
-                    new = new + (y[2 * i] + even * weight, y[2 * i + 1] + odd * weight)
+                    weight = weights[i * SOURCES + j]
+                    new = new + (y[2 * i] + x[2 * j] * weight, y[2 * i + 1] + x[2 * j + 1] * weight)
                 y = new
+            if JOIN:
+                joined = _together(x[2 * SOURCES - 2], x[2 * SOURCES - 1], TWO)
+                gl.store(sum_ptr + token * sum_t + c * CHUNK + o, joined.to(sum_ptr.dtype.element_ty))
+            if CLOSED is not None:
+                closed = _together(x[2 * n], x[2 * n + 1], TWO)
+                gl.store(closed_ptr + token * closed_t + c * CHUNK + o, closed.to(CLOSED))
             new = ()
             for i in gl.static_range(Q):
                 new = new + (squares[i] + y[2 * i] * y[2 * i] + y[2 * i + 1] * y[2 * i + 1],)
             squares = new
             mixed = mixed + y
-        _send(blocks, last, block_ptr, partial_ptr, token + step, N, block_t, partial_t, n, C, BLOCK_COPY, LAST_COPY)
+        _send(
+            joining, blocks, last, y_ptr, block_ptr, partial_ptr, token + step, N, block_t, partial_t, n, C, Y_COPY,
+            BLOCK_COPY, LAST_COPY,
+        )  # fmt: skip
         w = ()  # all before the first store: a load does not overtake a store
         for i in gl.static_range(Q):
             for c in gl.static_range(C):
@@ -317,8 +369,7 @@ def mix_bursts(
             inverse = gl.rsqrt(sums[i] / (totals[i] * totals[i]) / D + norm_eps) / totals[i]
             for c in gl.static_range(C):
                 y = mixed[2 * (c * Q + i)] * inverse, mixed[2 * (c * Q + i) + 1] * inverse
-                y = gl.convert_layout(gl.join(y[0], y[1]).reshape([1, CHUNK]), TWO, assert_trivial=True)
-                y *= w[i * C + c].to(gl.float32)
+                y = _together(y[0], y[1], TWO) * w[i * C + c].to(gl.float32)
                 gl.store(out_ptr + (i * N + token) * D + c * CHUNK + o, y.to(out_ptr.dtype.element_ty))
 
 
