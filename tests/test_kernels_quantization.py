@@ -5,7 +5,9 @@ In the interpreter an inline assembly cannot run: its text is executed here, ins
 
 import dataclasses
 import json
+import re
 
+import numpy as np
 import pytest
 import torch
 import triton
@@ -184,31 +186,54 @@ def test_weights_may_be_views(dtype):
 # ---------------------------------------------------------------- what makes it quick
 
 
+kernel_nearest, kernel_inverse, kernel_quotient, kernel_eight, kernel_at_scale = (
+    kernel._nearest, kernel._inverse, kernel._quotient, kernel._eight, kernel._at_scale
+)  # fmt: skip
+
+
+@triton.jit
+def nearest(x_ptr, out_ptr, LEAST: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(out_ptr + i, kernel_nearest(tl.load(x_ptr + i), LEAST, BITS))
+
+
 @triton.jit
 def quotients(x_ptr, u_ptr, q_ptr, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     r, rest = kernel_inverse(tl.load(u_ptr + i))
-    tl.store(q_ptr + i, kernel_quotient(tl.load(x_ptr + i), r, rest))
+    tl.store(q_ptr + i, kernel_quotient(tl.load(x_ptr + i), r, rest, False))
 
 
 @triton.jit
-def quick(x_ptr, scale_ptr, v_ptr, squares_ptr, outer, BLOCK: tl.constexpr):
-    i, eight = tl.arange(0, BLOCK), tl.arange(0, 8)[None, :]
-    x, y = kernel_eight(x_ptr, i * 16, i < BLOCK), kernel_eight(x_ptr, i * 16 + 8, i < BLOCK)
-    v, w, squares = kernel_quickly(x, y, tl.load(scale_ptr + i) * (64 * outer))
-    tl.store(v_ptr + i[:, None] * 16 + eight, v * 64)
-    tl.store(v_ptr + i[:, None] * 16 + 8 + eight, w * 64)
+def at_scale(x_ptr, scale_ptr, word_ptr, squares_ptr, outer, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    x, _ = kernel_eight(x_ptr, i * 16)
+    y, _ = kernel_eight(x_ptr, i * 16 + 8)
+    v, w, squares = kernel_at_scale(x, y, tl.load(scale_ptr + i), outer, False)
+    tl.store(word_ptr + i * 2, v)
+    tl.store(word_ptr + i * 2 + 1, w)
     tl.store(squares_ptr + i, squares * 4096)
 
 
-kernel_inverse, kernel_quotient, kernel_eight, kernel_quickly = (
-    kernel._inverse, kernel._quotient, kernel._eight, kernel._quickly
-)  # fmt: skip
+@needs_device
+@pytest.mark.parametrize("fmt", ["E2M1", "E4M3"])
+def test_rounding_by_a_subtraction(fmt):
+    """Next to every value of the grid and to every middle between two."""
+    bits, least, most = (1, 0, 6.5) if fmt == "E2M1" else (3, -6, 460.0)
+    binade = torch.arange(1, 2, 2.0 ** -(bits + 1))  # of one: values, and middles
+    grid = torch.cat([(binade - 1) * 2.0**least, *(binade * 2.0**e for e in range(least, 9))])
+    x = (grid[:, None].view(torch.int32) + torch.arange(-40, 41, dtype=torch.int32)).flatten().clamp(min=0)
+    x = torch.cat([x.view(torch.float32), torch.rand(30_000) * most])
+    x = torch.nn.functional.pad(x[x <= most], (0, 2**16))[: 2**16].to(DEVICE)
+    out = torch.empty_like(x)
+    nearest[(1,)](x, out, LEAST=2.0**least, BITS=bits, BLOCK=2**16, enable_fp_fusion=False)
+    expected = (reference.e2m1_round if fmt == "E2M1" else reference.e4m3_round)(x)
+    assert torch.equal(out.clamp(max=expected.amax().item()), expected)
 
 
 @needs_device
 @pytest.mark.parametrize("target", [6.0, 4.0])
-def test_quick_values_are_exact_and_quick_errors_as_near_as_promised(target):
+def test_quick_codes_are_exact_and_quick_errors_as_near_as_promised(target):
     blocks = torch.randn(2048, 16) * torch.exp2(-3 * torch.rand(2048, 1))
     blocks[:512] = blocks[:512].bfloat16().float()
     blocks[512:, ::2] = blocks[512:, ::2].abs().amax(-1, keepdim=True) * torch.tensor([*E2M1_BOUNDS, 6.0]) / target
@@ -217,11 +242,10 @@ def test_quick_values_are_exact_and_quick_errors_as_near_as_promised(target):
     error = (values * scale * amax / denominator - blocks) ** 2
     while (n := error.shape[-1]) > 1:
         error = error[..., : n // 2] + error[..., n // 2 :]
-    quick_values, squares = torch.empty_like(blocks), torch.empty(2048, device=DEVICE)
-    quick[(1,)](
-        blocks, scale, quick_values, squares, float(amax / denominator), BLOCK=2048, enable_fp_fusion=False
-    )  # fmt: skip
-    assert torch.equal(quick_values, values)  # but for the sign of zeros
+    words, squares = torch.empty(2048, 2, dtype=torch.int32, device=DEVICE), torch.empty(2048, device=DEVICE)
+    outer = float(amax / denominator)
+    at_scale[(1,)](blocks, scale, words, squares, outer, BLOCK=2048, enable_fp_fusion=False)
+    assert torch.equal(words.view(torch.uint8), reference._pack_e2m1(values.abs()))
     exact = error[:, 0].double() * (denominator.double() / amax / scale[:, 0]) ** 2
     assert ((squares - exact).abs() <= 2.0**-16 * (squares + 0.5)).all()
     assert ((squares - exact).abs() > 2.0**-22 * squares).any()  # they do differ
@@ -264,35 +288,156 @@ def test_a_sixth():
     assert torch.equal(exact.float(), m / torch.tensor(6.0, device=DEVICE))
 
 
-INSTRUCTIONS = {"and.b32": int.__and__, "or.b32": int.__or__, "shr.u32": int.__rshift__, "shl.b32": int.__lshift__}
+# ---------------------------------------------------------------- assembly
 
 
-def run(assembly, values):
-    """Execute `assembly` for eight floats $1 to $8."""
-    registers = {f"${i + 1}": value for i, value in enumerate(values)}
-    for line in assembly.value.strip("\n{}").replace("\n", " ").split(";"):
-        op, _, rest = line.strip().partition(" ")
-        target, *names = rest.replace("{", "").replace("}", "").replace(" ", "").split(",")
-        sources = [registers[name] if name in registers else int(name, 0) for name in names if not op.startswith(".")]
-        if op == "cvt.rn.satfinite.e4m3x2.f32":  # the first operand becomes the upper byte
-            low, high = torch.tensor(sources[::-1]).to(torch.float8_e4m3fn).view(torch.uint8).tolist()
-            registers[target] = low | high << 8
-        elif op == "mov.b32":  # the first operand becomes the lower half
-            registers[target] = sources[0] | sources[1] << 16
-        elif op in INSTRUCTIONS:
-            registers[target] = INSTRUCTIONS[op](*sources) & 0xFFFFFFFF
-        else:
-            assert op in ("", ".reg"), op
-    return registers["$0"]
+def float_bits(x):
+    return np.asarray(x, np.float32).view(np.uint32)
 
 
-def test_the_assembly_packs_what_the_reference_packs():
-    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-    values = torch.cat([values, -values])
-    rows = torch.stack([values[torch.randperm(16)] for _ in range(64)]).view(128, 8)
-    expected = reference._pack_e2m1(rows).view(torch.int32)[:, 0] & 0xFFFFFFFF
-    with unchecked():
-        assert [run(kernel._WORD, row) for row in (rows / 64).tolist()] == expected.long().remainder(2**32).tolist()
+def rounded(bits, dtype, integers):
+    """Floats, given by their bits, as bits of a smaller format."""
+    return torch.from_numpy(bits.view(np.float32)).to(dtype).view(integers).numpy().astype(np.uint32)
+
+
+def as_e4m3(bits):
+    return rounded(float_bits(np.clip(bits.view(np.float32), -448, 448)), torch.float8_e4m3fn, torch.uint8)
+
+
+def as_half(e4m3):
+    return (
+        torch.from_numpy(e4m3.astype(np.uint8))
+        .view(torch.float8_e4m3fn)
+        .half()
+        .numpy()
+        .view(np.uint16)
+        .astype(np.uint32)
+    )
+
+
+def chosen_bytes(a, b, selector):
+    both = a | b.astype(np.uint64) << np.uint64(32)
+    return sum((both >> np.uint64(8 * (selector >> 4 * i & 7)) & np.uint64(255)) << np.uint64(8 * i) for i in range(4))
+
+
+def larger_magnitudes(a, b):
+    parts = [np.maximum(a >> s & 0x7FFF, b >> s & 0x7FFF) | (a ^ b) >> s & 0x8000 for s in (0, 16)]
+    return parts[0] | parts[1] << 16
+
+
+def fused(a, b, c):
+    """Rounded once but for the last bit of a double: enough for what is computed here."""
+    a, b, c = (t.view(np.float32).astype(np.float64) for t in (a, b, c))
+    return float_bits((a * b + c).astype(np.float32))
+
+
+INSTRUCTIONS = {
+    "abs.f32": lambda a: a & 0x7FFFFFFF,
+    "mul.rn.f32": lambda a, b: float_bits(a.view(np.float32) * b.view(np.float32)),
+    "fma.rn.f32": fused,
+    "and.b32": lambda a, b: a & b,
+    "or.b32": lambda a, b: a | b,
+    "shr.u32": lambda a, b: a >> b,
+    "shl.b32": lambda a, b: a << b,
+    "prmt.b32": chosen_bytes,
+    "mov.b32": lambda low, high: low | high << 16,
+    "max.NaN.xorsign.abs.bf16x2": larger_magnitudes,
+    "cvt.rn.satfinite.e4m3x2.f32": lambda high, low: as_e4m3(low) | as_e4m3(high) << 8,
+    "cvt.rn.f16x2.e4m3x2": lambda a: as_half(a & 255) | as_half(a >> 8) << 16,
+    "cvt.f32.f16": lambda a: float_bits(a.astype(np.uint16).view(np.float16).astype(np.float32)),
+    "cvt.u32.u16": lambda a: a,
+}  # fmt: skip
+
+
+class Execution:
+    """The results of an assembly text for arrays, in place of the interpreter's refusal."""
+
+    def __init__(self, text, constraints, values, types, *_):
+        from triton.runtime.interpreter import TensorHandle
+
+        shape = np.broadcast_shapes(*(v.data.shape for v in values))
+        registers = {
+            f"${len(types) + i}": np.broadcast_to(v.data, shape).copy().view(np.uint32) for i, v in enumerate(values)
+        }
+        for line in re.sub(r"^{|}$", "", text.strip()).replace("\n", " ").split(";"):
+            op, _, rest = line.strip().partition(" ")
+            if op in ("", ".reg"):
+                continue
+            targets, *operands = re.findall(r"{[^}]*}|[^,{}\s]+", rest)
+            names = [name for operand in operands for name in re.findall(r"[^,{}\s]+", operand)]
+            sources = [registers[name] if name in registers else np.uint32(int(name, 0)) for name in names]
+            if targets.startswith("{"):  # a register in two
+                low, high = re.findall(r"[^,{}\s]+", targets)
+                registers[low], registers[high] = sources[0] & 0xFFFF, sources[0] >> 16
+            else:
+                registers[targets] = np.asarray(INSTRUCTIONS[op](*sources)).astype(np.uint32)
+        self.results = [
+            TensorHandle(registers[f"${i}"].view(np.float32 if t.scalar == tl.float32 else np.int32), t.scalar)
+            for i, t in enumerate(types)
+        ]
+
+    def get_result(self, i):
+        return self.results[i]
+
+
+@pytest.fixture
+def assembly(monkeypatch):
+    """The kernels as they run on a GPU, with bfloat16 for what the interpreter computes right: moving its bits."""
+    if INTERPRETED:
+        from triton.runtime import interpreter
+
+        monkeypatch.setattr(interpreter.InterpreterBuilder, "create_inline_asm", Execution)
+        monkeypatch.setattr(kernel, "_converts", lambda device: True)
+        monkeypatch.setattr(kernel, "FLOATS", (*kernel.FLOATS, torch.bfloat16))
+
+
+@needs_device
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("E", "N", "K"), [(1, 1, 16), (3, 5, 80), (2, 67, 192)], ids=str)
+def test_nvfp4_in_assembly(E, N, K, dtype, assembly):
+    w = (0.02 * torch.randn(E, N, K) * 2.0 ** -torch.randint(0, 12, (E, N, 1))).to(dtype).to(DEVICE)
+    w[:, :, 3] *= 0
+    for denominator in (2688.0, 1536.0):
+        amax = w.float().abs().amax((1, 2))
+        assert_same(kernel.nvfp4_encode(w, amax, denominator), reference.nvfp4_encode(w, amax, denominator))
+
+
+@needs_device
+@pytest.mark.parametrize(("E", "N", "K"), [(3, 37, 176), (1, 5, 208)], ids=str)
+def test_nvfp4_by_as_many_blocks_at_a_time_as_on_a_gpu(E, N, K, assembly, monkeypatch):
+    """Programs of several tiles, of which the last one overlaps its neighbour; a few blocks that are doubtful."""
+    monkeypatch.setattr(kernel, "LANES", 32)
+    monkeypatch.setattr(kernel, "PART", 2)
+    w = 0.02 * torch.randn(E, N, K // 16, 16)
+    w.flatten(1, 2)[:, 17::29] = 0.0
+    w.flatten(1, 2)[:, 40::31] = torch.tensor([*E2M1_BOUNDS, 6.0] * 2) / 100
+    w = w.flatten(2).bfloat16().to(DEVICE)
+    amax = w.float().abs().amax((1, 2))
+    assert_same(kernel.nvfp4_encode(w, amax), reference.nvfp4_encode(w, amax))
+
+
+@needs_device
+def test_programs_fill_whole_waves(monkeypatch):
+    wave = kernel.RESIDENT * (1 if INTERPRETED else torch.cuda.get_device_properties(DEVICE).multi_processor_count)
+    for experts, matrix in ((1, 10 * wave), (8, 10 * wave), (3, 7 * wave // 2), (1, 1)):  # in tiles
+        tiles = kernel._tiles(experts, matrix * kernel.LANES, torch.device(DEVICE))
+        waves = experts * matrix / tiles / wave
+        assert tiles <= kernel.MOST_TILES
+        assert waves % 1 == 0 or waves % 1 > 0.9 or tiles == 1, (experts, matrix, tiles)
+
+
+@needs_device
+def test_nvfp4_of_bfloat16_at_the_bounds_of_codes(assembly):
+    """Few mantissas: quotients are just at a bound, or rounded to it."""
+    for largest in (171.0, 168.0, 252.0, 255.0):
+        w = torch.tensor([*E2M1_BOUNDS, 6.0])[torch.randint(0, 8, (2, 16, 16, 16))] * torch.randn(2, 16, 16, 16).sign()
+        w *= torch.randint(8, 16, (2, 16, 16, 1)) / 96 * largest
+        w = w.flatten(-2).clamp(-largest, largest).bfloat16()
+        w = (w.view(torch.int16) - torch.randint(0, 2, w.shape, dtype=torch.int16)).view(torch.bfloat16).to(DEVICE)
+        w[:, 0, 0] = largest
+        amax = torch.full((2,), largest, device=DEVICE)
+        for denominator in (2688.0, 1536.0):
+            assert_same(kernel.nvfp4_encode(w, amax, denominator), reference.nvfp4_encode(w, amax, denominator))
 
 
 # ---------------------------------------------------------------- MXFP8
