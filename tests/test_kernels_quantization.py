@@ -590,7 +590,7 @@ def test_every_arm_of_the_benchmark_gives_the_bytes_of_the_reference(monkeypatch
     run.prepare, run.copy, run.matrix = False, 1e12, 1e12
     bench.bench_quantization(run)
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert len(rows) == 3 * (2 * 2 + 2 + 2 * 2)
+    assert len(rows) == 3 * (2 * 2 + 2 + 2 * 2) + 2  # the copies
     assert {row.get("error") for row in rows} == {0.0}, [row for row in rows if row.get("error") != 0]
     known = next(row for row in rows if row["case"] == "NVFP4 2 x 64 x 64, known maxima")
     assert known["floor_us"] == pytest.approx(2 * 64 * 64 * 2.5625e-6)
