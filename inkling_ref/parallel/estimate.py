@@ -19,10 +19,11 @@ all channels. Across hosts, sums and gathers go in two steps, within hosts and t
 **Routing.** Uniform and independent, so that `work` is the mean rank's. In every layer the others wait for the busiest:
 its experts are `busiest`, from drawn routes, which can also be skewed.
 
-Conventions: weights and stream in bfloat16, experts in their released formats, router weight and arithmetic in
-float32. Sources of the depth state are read once for each sublayer: that, norms and router are what sequence
-parallelism divides. Launching a kernel costs nothing here, so that decoding at batch 1 is underestimated: a layer has
-ten operations, each of 2 us or more on a real device.
+Conventions: weights and stream in bfloat16, experts in their released formats. The router's weight is float32, and
+goes through the matrix units as the exact sum of three bfloat16 matrices (see `kernels.moe`). Sources of the depth
+state are read once for each sublayer: that, norms and router are what sequence parallelism divides. Launching a kernel
+costs nothing here, so that decoding at batch 1 is underestimated: a layer has ten operations, each of 2 us or more on
+a real device.
 
 Sources. Device: the H200's datasheet, of which a good kernel reaches 90 % of the memory's speed and 80 % of the matrix
 units'. Latencies: `ALPHAS`, from figures published for H100 and GB200. Links: 450 GB/s each way of an NVLink 4 GPU,
@@ -68,6 +69,7 @@ class Device:
     memory: float = 4.3e12
     matrix: float = 790e12  # bfloat16
     scalar: float = 60e12  # float32, outside the matrix units
+    splits_router: bool = True  # into three bfloat16 products; else one in float32
 
 
 @dataclass
@@ -262,7 +264,8 @@ def estimate(
         flops = 4 * D * n_own * (at_attention * queries + at_mlp)
         moved = D * n_own * STREAM * (at_attention + at_mlp + queries + 1 + 4)  # y is added twice: read and written
         add(work["residual mixing and norms"], 1, flops, moved, device.scalar)
-    add(work["router"], L, 2 * n_routed * D * E, 4 * E * D + STREAM * n_routed * D, device.scalar)
+    speed = device.matrix / 3 if device.splits_router else device.scalar
+    add(work["router"], L, 2 * n_routed * D * E, 4 * E * D + STREAM * n_routed * D, speed)
     routing = routing or load(E, k, plan.n_ep, N * plan.dp, skew)
     for quantisation, times in Counter(layer_formats(experts, L)).items():
         for done, visited, pairs in (
@@ -502,10 +505,11 @@ def main() -> None:
     print("\nms of a TP8 rank: experts on one rank each (EP8), or sliced by width (MoE-TP)")
     for name, *cells in loads():
         print(f"{name:14}" + "".join(f"{cell:>8}" for cell in cells))
-    print("\nprefill of 8,192 tokens: what sequence parallelism saves")
-    for tp, published in ((4, 22), (8, 26)):
-        hidden, exposed = sequence_gain(tp)
-        print(f"TP{tp}: {hidden:.0%} if all collectives hide, {exposed:.0%} if none does; published {published}%")
+    print("\nprefill of 8,192 tokens cut by tokens: saved if all collectives hide, or none")
+    for name, device in (("split", Device()), ("in float32", Device(splits_router=False))):
+        gains = (f"TP{tp} {' or '.join(f'{gain:.0%}' for gain in sequence_gain(tp, device=device))}" for tp in (4, 8))
+        print(f"router {name}: {', '.join(gains)}")
+    print("published: TP4 22%, TP8 26%")
 
 
 if __name__ == "__main__":
