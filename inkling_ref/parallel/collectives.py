@@ -164,6 +164,10 @@ class Group:
         if traffic.listener is not None:
             traffic.listener(name, 1e6 * start, 1e6 * end, sent)
 
+    def _part(self, x: Tensor) -> Tensor:
+        """Where this rank's part of the sum of all x goes."""
+        return x.new_empty(x.shape[0] // self.size, *x.shape[1:])
+
     def _gather(self, out: Tensor, x: Tensor) -> None:
         _all_gather(out, x, group=self.process_group)
 
@@ -190,7 +194,7 @@ class Group:
         if self.size == 1:
             return x
         x = x.movedim(dim, 0).contiguous()
-        out = x.new_empty(x.shape[0] // self.size, *x.shape[1:])
+        out = self._part(x)
         self._run("reduce_scatter", (self.size - 1) * out.nbytes, x.device, lambda: self._reduce_scatter(out, x))
         return out.movedim(0, dim)
 
@@ -223,18 +227,22 @@ class Group:
 class StandIn(Group):
     """A group of which only this rank exists: what others would send has the shape of what this one has.
 
-    Dependencies stay, values are wrong and no bytes move: the seconds of real ones come from `Link`.
+    Dependencies stay, values are wrong and no bytes move: the seconds of real ones come from `Link`. What is here alone
+    is one copy where parts are gathered, at the rate of memory.
     """
 
     def _run(self, what: str, sent: int, device: torch.device, collective: Callable[[], object]) -> None:
         collective()
         self.traffic.add(f"{what} over {self.name}", sent)
 
+    def _part(self, x: Tensor) -> Tensor:
+        return x.chunk(self.size)[self.rank]
+
     def _gather(self, out: Tensor, x: Tensor) -> None:
-        out.view(self.size, *x.shape).copy_(x.expand(self.size, *x.shape))
+        torch.cat([x] * self.size, out=out)  # reads and writes wider than a copy of an expanded x
 
     def _reduce_scatter(self, out: Tensor, x: Tensor) -> None:
-        out.copy_(x.view(self.size, *out.shape)[self.rank])
+        pass
 
     def _sum(self, x: Tensor) -> None:
         pass
