@@ -126,7 +126,8 @@ class Alone:
 class LayerState:
     """One layer's places: keys and values, the inputs of its three convolutions; and its joined projections.
 
-    taps: of the convolutions after attention and after the experts.
+    keys, values: views of keys_values, so that one operation copies both. taps: of the convolutions after attention and
+    after the experts.
     """
 
     def __init__(self, layer: DecoderLayer, ranks: Alone, batch: int, capacity: int, tokens: int, page: int) -> None:
@@ -143,7 +144,8 @@ class LayerState:
             pages = torch.arange(-(-capacity // page), dtype=torch.int32, device=like["device"]) % ring
             self.table = pages + ring * torch.arange(batch, dtype=torch.int32, device=like["device"])[:, None]
             shape = (batch * ring, G, page, d)
-        self.keys, self.values = (torch.zeros(shape, **like) for _ in range(2))
+        self.keys_values = torch.zeros(2, *shape, **like)
+        self.keys, self.values = self.keys_values.unbind(0)
         self.key_value_conv = torch.zeros(batch, past, 2 * G * d, **like)
         self.attention_conv, self.mlp_conv = (torch.zeros(batch, past, D, **like) for _ in range(2))
         first = [attn.wq_du.weight, attn.wr_du.weight, attn.gate_attn.weight]
@@ -158,7 +160,7 @@ class LayerState:
 
     def ring(self, positions: Int[Tensor, "B m"]) -> tuple[Int[Tensor, "B m"], Int[Tensor, "B m"]]:
         """Page and slot of every position."""
-        return self.table.gather(1, positions // self.page), positions % self.page
+        return self.table.gather(1, positions // self.page).long(), positions % self.page
 
     def targets(
         self, ends: Int[Tensor, " B"], count: int, first: Int[Tensor, " B"], slots: int
@@ -168,16 +170,14 @@ class LayerState:
         A row that has fewer names its position 0 several times.
         """
         positions = (ends[:, None] - count + torch.arange(count, device=ends.device)).clamp(min=0)
-        rows = torch.arange(len(ends), device=ends.device)[:, None].expand_as(positions)
+        # Indices of one dtype and layout: PyTorch would copy others in every layer.
+        rows = torch.arange(len(ends), device=ends.device)[:, None].expand_as(positions).contiguous()
         return *self.ring(positions), rows, (positions - first[:, None]).clamp(max=slots - 1)
 
-    def put(
-        self, targets: tuple[Int[Tensor, "B m"], ...], keys: Float[Tensor, "B G S d"], values: Float[Tensor, "B G S d"]
-    ) -> None:
+    def put(self, targets: tuple[Int[Tensor, "B m"], ...], keys_values: Float[Tensor, "2 B G S d"]) -> None:
         """Copy keys and values to `targets`."""
         pages, slots, rows, source = targets
-        for place, new in ((self.keys, keys), (self.values, values)):
-            place[pages, :, slots] = new[rows, :, source]
+        self.keys_values[:, pages, :, slots] = keys_values[:, rows, :, source]
 
 
 class Prompt:
@@ -186,15 +186,16 @@ class Prompt:
     def __init__(self, begins: list[int], counts: list[int], T: int, device: torch.device) -> None:
         self.starts, self.T = begins, T
         # Here, before there is work: a copy to the device waits for all that was launched.
-        self.begins, self.counts = (torch.tensor(n, device=device) for n in (begins, counts))
-        self.is_padded = any(count < T for count in counts)
+        self.begins = torch.tensor(begins, dtype=torch.int32, device=device)
+        self.counts = torch.tensor(counts, device=device)
+        self.shortest, self.is_padded = min(counts), min(counts) < T
         # By window, the same in all layers: the slots of token 0, and pages and slots of what came before; `targets`.
         self.seen: dict[int, tuple[Tensor, ...]] = {}
         self.kept: dict[int, tuple[Tensor, ...]] = {}
 
     def open(
         self, state: LayerState, window: int | None
-    ) -> tuple[Tensor, Tensor, Int[Tensor, " B"], list[int], list[int]]:
+    ) -> tuple[Float[Tensor, "2 B G S d"], Int[Tensor, " B"], list[int], list[int]]:
         """Keys and values of a layer with room for this call's; for each row the slot of token 0, on the device and on
         the host, and the first slot that is used.
 
@@ -203,29 +204,28 @@ class Prompt:
         B, T = len(self.starts), self.T
         if window is None:
             end = max(self.starts) + T
-            return state.keys[:, :, :end], state.values[:, :, :end], self.begins.int(), self.starts, [0] * B
+            return state.keys_values[:, :, :, :end], self.begins, self.starts, [0] * B
         past = min(window - 1, max(self.starts))
         if window not in self.seen:
             positions = self.begins[:, None] - past + torch.arange(past, device=self.begins.device)
-            lengths = torch.full_like(self.begins, past, dtype=torch.int32)
+            lengths = torch.full_like(self.begins, past)
             self.seen[window] = lengths, *state.ring(positions.clamp(min=0))
         lengths, pages, slots = self.seen[window]
         _, G, _, d = state.keys.shape
-        keys, values = (state.keys.new_empty(B, G, past + T, d) for _ in range(2))
-        if past:
-            for new, place in ((keys, state.keys), (values, state.values)):
-                new[:, :, :past] = place[pages, :, slots].transpose(1, 2)
-        return keys, values, lengths, [past] * B, [max(0, past - n) for n in self.starts]
+        keys_values = state.keys.new_empty(2, B, G, past + T, d)
+        if past:  # indexed axes come first
+            keys_values[:, :, :, :past] = state.keys_values[:, pages, :, slots].permute(2, 0, 3, 1, 4)
+        return keys_values, lengths, [past] * B, [max(0, past - n) for n in self.starts]
 
-    def close(self, state: LayerState, window: int | None, keys: Tensor, values: Tensor) -> None:
+    def close(self, state: LayerState, window: int | None, keys_values: Float[Tensor, "2 B G S d"]) -> None:
         """Put what later calls may see into its places."""
         if window is None:
             return
         if window not in self.kept:
-            slots = keys.shape[2]
+            slots = keys_values.shape[3]
             ends, first = self.begins + self.counts, self.begins - (slots - self.T)
             self.kept[window] = state.targets(ends, min(window - 1, slots), first, slots)
-        state.put(self.kept[window], keys, values)
+        state.put(self.kept[window], keys_values)
 
 
 @contextmanager
@@ -382,7 +382,8 @@ class DecodeStep:
                 slots = old.keys.slots
                 starts = torch.tensor(slots.starts, device=self.ids.device)
                 count, stop = min(slots.history, cache.length), old.keys.data.shape[2]
-                state.put(state.targets(lengths, count, starts, stop), old.keys.data, old.values.data)
+                both = torch.stack((old.keys.data, old.values.data))
+                state.put(state.targets(lengths, count, starts, stop), both)
             for name in CONVOLUTIONS:
                 tail, place = getattr(old, name), getattr(state, name)
                 place.copy_(last(tail.data, tail.slots, cache.lengths, place.shape[1]))
@@ -620,8 +621,8 @@ class DecodeStep:
             dynamic = {"k_dynamic": k_dynamic.unflatten(-1, shape), "v_dynamic": v_dynamic.unflatten(-1, shape)}
         keys, values, lengths, table, rejected = state.keys, state.values, self.lengths, state.table, self.rejected
         if prompt is not None:
-            keys, values, lengths, offsets, first_keys = prompt.open(state, a.window)
-            table, rejected = None, None
+            keys_values, lengths, offsets, first_keys = prompt.open(state, a.window)
+            (keys, values), table, rejected = keys_values.unbind(0), None, None
         with rolled(state.key_value_conv, (k, v), prompt):
             q, r = ops.prepare_qkv(
                 q, r, k, v, attn.q_l2_clip.scale, attn.rel_l2_clip.scale, k_taps, v_taps, attn.qk_threshold,
@@ -633,7 +634,7 @@ class DecodeStep:
             o = ops.attend_cache(q, keys, values, r, profiles, sink, gate, lengths, a.window, table)
         else:
             o = ops.attend(q, keys, values, r, profiles, sink, gate, offsets, a.window, first_keys)
-            prompt.close(state, a.window, keys, values)
+            prompt.close(state, a.window, keys_values)
         return ops.project([o], [attn.wo_ud.weight])[0]
 
 
