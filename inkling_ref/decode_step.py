@@ -50,6 +50,7 @@ class StepBackend(Backend):
     attend_cache: Callable = fused.attend_cache
     join_and_mix: Callable = fused.join_and_mix
     sample_head: Callable = fused.sample_head
+    elect: Callable = fused.elect
     draft_rnn: Callable = fused.draft_rnn
 
 
@@ -76,6 +77,8 @@ def join(parameters: list[nn.Parameter]) -> Float[Tensor, "rows D"]:
 
 class Alone:
     """What a step asks of the other ranks of a model: there are none. See `parallel.step.Ranks`."""
+
+    first = 0  # the token of row 0 of `head`
 
     def __init__(self, model: Inkling) -> None:
         self.model = model
@@ -116,11 +119,11 @@ class Alone:
         """The used rows of the unembedding, of those that are here."""
         return self.model.llm.unembed.weight[: self.model.config.text.unpadded_vocab_size]
 
-    def best(
+    def candidates(
         self, token: Int[Tensor, " N"], logit: Float[Tensor, " N"], temperature: float
-    ) -> tuple[Int[Tensor, " N"], Float[Tensor, " N"]]:
-        """From every rank's choice of its rows, and the logit of that, to the choice of all."""
-        return token, logit
+    ) -> tuple[Int[Tensor, "ranks N"], Float[Tensor, "ranks N"]]:
+        """From the choice of these rows, and its logit, to those of every rank."""
+        return token[None], logit[None]
 
 
 class LayerState:
@@ -518,17 +521,14 @@ class DecodeStep:
 
     def _head(self, temperature: float) -> Int[Tensor, "B T"]:
         (B, T), hidden = self.ids.shape, self.hidden.flatten(0, 1)
-        weight, cap = self.ranks.head(), self.model.config.text.final_logit_softcapping
-        positions = (self.lengths[:, None] + torch.arange(1, T + 1, device=self.ids.device)).flatten().long()
-        drawn = {
-            "temperature": temperature,
-            "seeds": self.seeds[:, None].expand(-1, T).flatten(),
-            "positions": positions,
-        }
-        token = self.ops.sample_head(hidden, weight, cap, **(drawn if temperature else {}))
-        logit = (wide(hidden) * wide(weight[token])).sum(dim=-1)  # where any is NaN, the token of a NaN was chosen
-        token, logit = self.ranks.best(token, logit, temperature)
-        return torch.where(logit.isfinite(), token, NOT_FINITE).view(B, T)
+        cap, drawn = self.model.config.text.final_logit_softcapping, {}
+        if temperature:
+            positions = self.lengths[:, None] + torch.arange(1, T + 1, device=self.ids.device)
+            seeds = self.seeds[:, None].expand(-1, T)
+            drawn = {"temperature": temperature, "seeds": seeds.flatten(), "positions": positions.flatten().long()}
+        # Where any logit is NaN, the token of a NaN is chosen.
+        token, logit = self.ops.sample_head(hidden, self.ranks.head(), cap, first=self.ranks.first, **drawn)
+        return self.ops.elect(*self.ranks.candidates(token, logit, temperature), NOT_FINITE).view(B, T)
 
     @torch.inference_mode()
     def capture(self) -> None:

@@ -298,9 +298,10 @@ def sample_head(
     temperature: float = 0.0,
     seeds: Int[Tensor, " N"] | None = None,
     positions: Int[Tensor, " N"] | None = None,
-) -> Int[Tensor, " N"]:
-    """The token that follows each row: `choose` from the soft-capped logits. top_k and top_p need all logits: see
-    `sampling`.
+    first: int = 0,
+) -> tuple[Int[Tensor, " N"], Float[Tensor, " N"]]:
+    """The token that follows each row, `choose` from the soft-capped logits, and its logit without the cap, as float64.
+    top_k and top_p need all logits: see `sampling`.
 
     Two deviations from `TextModel.logits` and an argmax. The products stay in `wide` precision, where 16 bits would
     make many neighbours equal; and at temperature 0 the uncapped logits are compared: the cap is strictly monotone, so
@@ -308,9 +309,27 @@ def sample_head(
 
     Args:
         weight: the used rows of the unembedding.
+        first: the token of its row 0. Noise goes by the row.
     """
     z = F.linear(wide(hidden), wide(weight))
-    return choose(z if temperature == 0 else softcap(z, cap), temperature, seeds, positions)
+    row = choose(z if temperature == 0 else softcap(z, cap), temperature, seeds, positions)
+    return row + first, logit_of(hidden, weight, row)
+
+
+def logit_of(hidden: Float[Tensor, "N D"], weight: Float[Tensor, "V D"], row: Int[Tensor, " N"]) -> Float[Tensor, " N"]:
+    """One product a row, in `wide` precision, and as float64: of one weight's row it is the same on every rank."""
+    return (wide(hidden) * wide(weight[row])).sum(dim=-1).double()
+
+
+def elect(tokens: Int[Tensor, "ranks N"], logits: Float[Tensor, "ranks N"], not_finite: int) -> Int[Tensor, " N"]:
+    """Of every rank's candidate the one with the largest logit; of equal ones the first rank's, a NaN above all.
+
+    Args:
+        not_finite: stands in place of a token whose logit is NaN or infinite.
+    """
+    winner = logits.argmax(dim=0, keepdim=True)
+    logit, token = (t.gather(0, winner)[0] for t in (logits, tokens))
+    return torch.where(logit.isfinite(), token, not_finite)
 
 
 def draft_rnn(

@@ -179,7 +179,9 @@ def test_next_tokens(model):
     assert torch.equal(drawn[0], step.next_tokens())
     assert torch.equal(drawn[1], drawn[2])
     positions = torch.tensor([[len(row) + 1, len(row) + 2] for row in rows])
-    exact = sample_head(hidden.flatten(0, 1), used(model), 30.0, 0.9, seeds.repeat_interleave(2), positions.flatten())
+    exact, _ = sample_head(
+        hidden.flatten(0, 1), used(model), 30.0, 0.9, seeds.repeat_interleave(2), positions.flatten()
+    )
     assert torch.equal(drawn[1].flatten(), exact)
     with pytest.raises(InputError, match="a temperature needs seeds"):
         step.next_tokens(0.5)

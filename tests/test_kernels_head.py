@@ -6,6 +6,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from helpers import unchecked
 from kernel_contract import DEVICE, dtypes, needs_device, placed, poisoned_outputs  # noqa: F401 (a fixture)
 
 from inkling_ref import fused
@@ -91,9 +92,12 @@ def test_choices_are_distributed_as_the_softmax():
 def test_greedy_of_exact_sums(N, D, V, dtype):
     hidden, weight = integers(N, D, dtype=dtype), integers(V, D, dtype=dtype)
     weight[V // 2 :] = weight[: V - V // 2].clone()  # every score stands there twice
-    tokens = head.sample_head(hidden, weight, 30.0)
+    tokens, logits = head.sample_head(hidden, weight, 30.0, first=11)
+    exact, exact_logits = fused.sample_head(hidden.double(), weight.double(), 30.0, first=11)
     assert tokens.dtype == torch.int64
-    assert torch.equal(tokens, fused.sample_head(hidden.double(), weight.double(), 30.0))
+    assert torch.equal(tokens, exact)
+    assert logits.dtype == torch.float64
+    assert torch.equal(logits, exact_logits)
 
 
 @dtypes
@@ -101,24 +105,26 @@ def test_greedy_of_exact_sums(N, D, V, dtype):
 @pytest.mark.parametrize("temperature", [1e-45, 0.3, 4.0])
 def test_sampling_is_the_reference(N, D, V, temperature, dtype):
     hidden, weight, (seeds, positions) = integers(N, D, dtype=dtype), integers(V, D, dtype=dtype), keys(N)
-    tokens = head.sample_head(hidden, weight, 30.0, temperature, seeds, positions)
-    assert torch.equal(tokens, fused.sample_head(hidden.double(), weight.double(), 30.0, temperature, seeds, positions))
+    found = head.sample_head(hidden, weight, 30.0, temperature, seeds, positions)
+    exact = fused.sample_head(hidden.double(), weight.double(), 30.0, temperature, seeds, positions)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, exact, strict=True))
 
 
 def test_the_cap_comes_before_the_temperature():
     # Logits 0 and 3000, capped 0 and 30: at temperature 30 the first is drawn in a share 1 / (1 + e) of the rows.
     N = 1000
     hidden, weight, (seeds, positions) = torch.ones(N, 20), torch.tensor([[0.0], [150.0]]).expand(2, 20), keys(N)
-    tokens = head.sample_head(hidden.to(DEVICE), weight.to(DEVICE), 30.0, 30.0, seeds, positions)
+    tokens, _ = head.sample_head(hidden.to(DEVICE), weight.to(DEVICE), 30.0, 30.0, seeds, positions)
     assert abs(float((tokens == 0).double().mean()) - 1 / (1 + math.e)) < 0.07
 
 
 def test_rows_draw_the_same_in_any_batch():
     hidden, weight, (seeds, positions) = placed(torch.randn(21, 40)), placed(torch.randn(300, 40)), keys(21)
     together = head.sample_head(hidden, weight, 30.0, 1.0, seeds, positions)
-    alone = [head.sample_head(*(t[i : i + 1] for t in (hidden,)), weight, 30.0, 1.0, seeds[i : i + 1],
-                              positions[i : i + 1]) for i in (0, 20)]  # fmt: skip
-    assert [int(t) for t in alone] == [int(together[0]), int(together[20])]
+    for i in (0, 20):
+        x, seed, position = (t[i : i + 1] for t in (hidden, seeds, positions))
+        alone = head.sample_head(x, weight, 30.0, 1.0, seed, position)
+        assert [float(t) for t in alone] == [float(t[i]) for t in together]
 
 
 def test_ties_zeros_nan_and_infinity():
@@ -128,10 +134,11 @@ def test_ties_zeros_nan_and_infinity():
     hidden = torch.eye(5, device=DEVICE)
     hidden[4, :4] = 0
     weight[:, 4] = 1
-    assert head.sample_head(hidden, weight, 30.0).tolist() == [1, 0, 0, 2, 0]
+    assert head.sample_head(hidden, weight, 30.0)[0].tolist() == [1, 0, 0, 2, 0]
     nan = torch.tensor([[1.0], [math.nan], [math.inf], [math.nan]], device=DEVICE)
-    assert head.sample_head(torch.ones(1, 1, device=DEVICE), nan, 30.0).tolist() == [1]
-    assert head.sample_head(-torch.ones(1, 1, device=DEVICE), nan, 30.0).tolist() == [1]
+    for sign in (1, -1):
+        token, logit = head.sample_head(sign * torch.ones(1, 1, device=DEVICE), nan, 30.0)
+        assert (int(token), math.isnan(logit)) == (1, True)
 
 
 def test_refuses_to_draw_without_seeds():
@@ -154,4 +161,32 @@ def test_only_the_used_rows_of_the_weight_count():
     weight = placed(torch.randn(150, 24))
     weight[137:] = 100  # would win
     hidden = placed(torch.rand(9, 24))
-    assert head.sample_head(hidden, weight[:137], 30.0).max() < 137
+    tokens, logits = head.sample_head(hidden, weight[:137], 30.0)
+    assert tokens.max() < 137
+    assert torch.allclose(logits, (hidden @ weight[:137].t()).amax(1).double())
+
+
+@pytest.mark.parametrize("N", [1, 67])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_elect(ranks, N):
+    # One message, of which they are parts: rows apart.
+    tokens = (torch.arange(ranks)[:, None] * 2**40 + torch.arange(3 * N)).to(DEVICE)[:, N : 2 * N]
+    choices = torch.tensor([-1.5, -0.0, 0.0, 7.0, 7.0, 1e300, math.inf, -math.inf, math.nan], dtype=torch.float64)
+    logits = choices[torch.randint(len(choices), (ranks, N))].to(DEVICE)
+    assert torch.equal(head.elect(tokens, logits, -1), fused.elect(tokens, logits, -1))
+
+
+def test_elect_of_a_tie_nan_and_infinity():
+    inf, nan = math.inf, math.nan
+    logits = [[1, 2, nan, inf, -inf, -0.0, 5], [2, 2, 3, 9, -inf, 0.0, nan], [0, 1, nan, inf, -4, -1, nan]]
+    tokens = torch.arange(21, device=DEVICE).view(3, 7)
+    expected = [7, 1, -1, -1, 18, 5, -1]
+    for function in (head.elect, fused.elect):
+        assert function(tokens, torch.tensor(logits, dtype=torch.float64, device=DEVICE), -1).tolist() == expected
+
+
+def test_elect_refuses_what_does_not_go_together():
+    tokens = torch.zeros(3, 5, dtype=torch.int64, device=DEVICE)
+    for logits in (torch.zeros(3, 5), torch.zeros(3, 4, dtype=torch.float64), torch.zeros(2, 5, dtype=torch.float64)):
+        with unchecked(), pytest.raises(InputError, match=r"triton elect: logits .+ expected "):
+            head.elect(tokens, logits.to(DEVICE), -1)

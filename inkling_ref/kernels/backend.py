@@ -13,7 +13,7 @@ from .decode import attend_cache
 from .dspark import draft_rnn
 from .embedding import embed_and_norm
 from .experts import experts
-from .head import sample_head
+from .head import elect, sample_head
 from .moe import route
 from .packing import pack_layer
 from .projections import project
@@ -61,5 +61,6 @@ def triton_step_backend() -> StepBackend:
         attend_cache=attend_cache,
         join_and_mix=join_and_mix,
         sample_head=sample_head,
+        elect=elect,
         draft_rnn=draft_rnn,
     )

@@ -1,7 +1,8 @@
 r"""Logits head and choice of the next token, without the logits in memory.
 
 The unembedding is 1.84 GB and a step reads it once; what is left of a tile of it is one number a row, the best score
-and its id packed into one integer, and an atomic minimum keeps the best of all tiles: the same whatever their order.
+and its id packed into one integer. A second kernel finds the least of a row's and computes the logit that belongs to
+it: what ranks compare. A third elects one of all ranks' candidates, and says where there is none.
 
 Greedily the score is the logit itself. The soft cap is strictly monotone, so it would change nothing but make equal
 what float32 cannot tell apart near the cap: it is left out. Otherwise the score is that of the Gumbel trick,
@@ -19,12 +20,13 @@ import triton
 import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..fused import check_draw, inverse
-from . import FLOATS, INTEGERS, adjacent, axes, expect
+from . import FLOATS, INTEGERS, adjacent, axes, dependent, expect
 from .approximate import log2, tanh
 
-WORST: int = 2**63 - 1  # no score packs to more
+WORST = tl.constexpr(2**63 - 1)  # no score packs to more
 _LN2 = tl.constexpr(0.6931471805599453)
 
 
@@ -63,7 +65,7 @@ def packed(score, ids, V):
     bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # float bits in an order that integers share
     bits = tl.where(score != score, 0x7FFFFFFF, bits)
     order = ((-1 - bits).to(tl.int64) << 32) | ids[:, None].to(tl.int64)
-    return tl.where(ids[:, None] < V, order, 0x7FFFFFFFFFFFFFFF)
+    return tl.where(ids[:, None] < V, order, WORST)
 
 
 @triton.jit
@@ -71,9 +73,11 @@ def packed(score, ids, V):
 def _best_token(
     x_ptr, w_ptr, best_ptr, seed_ptr, position_ptr, N, V, x_n, cap, inverse_temperature,
     D: tl.constexpr, STEP: tl.constexpr, IDS: tl.constexpr, ROWS: tl.constexpr, SAMPLE: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Scores of a tile of tokens for a tile of rows, and their best into `best_ptr`."""
+    """Scores of a tile of tokens for a tile of rows, and their best into [N, tiles]."""
+    if PDL:
+        gdc_launch_dependents()
     first = tl.program_id(0) * IDS
     ids, columns = first + tl.arange(0, IDS), tl.arange(0, STEP)
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -89,7 +93,47 @@ def _best_token(
         seed = tl.load(seed_ptr + rows, mask=rows < N, other=0)
         position = tl.load(position_ptr + rows, mask=rows < N, other=0)
         z = tanh(z / cap) * (cap * inverse_temperature) + gumbel(uniform(first, IDS, seed, position))
-    tl.atomic_min(best_ptr + rows, tl.min(packed(z, ids, V), 0), mask=rows < N, sem="relaxed")
+    out = best_ptr + rows.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+    tl.store(out, tl.min(packed(z, ids, V), 0), mask=rows < N)
+
+
+@triton.jit
+@no_type_check
+def _best_of_tiles(
+    best_ptr, x_ptr, w_ptr, token_ptr, logit_ptr, tiles, x_n, first,
+    D: tl.constexpr, TILES: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row, tile, columns = tl.program_id(0).to(tl.int64), tl.arange(0, TILES), tl.arange(0, COLUMNS)
+    x = tl.load(x_ptr + row * x_n + columns, mask=columns < D, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    best = tl.load(best_ptr + row * tiles + tile, mask=tile < tiles, other=WORST)
+    id = tl.min(best, 0) & 0xFFFFFFFF
+    w = tl.load(w_ptr + id * D + columns, mask=columns < D, other=0.0).to(tl.float32)
+    tl.store(token_ptr + row, id + first)
+    tl.store(logit_ptr + row, tl.sum(x * w, 0).to(tl.float64))
+
+
+@triton.jit
+@no_type_check
+def _elect(
+    token_ptr, logit_ptr, out_ptr, ranks, N, token_n, logit_n, not_finite,
+    RANKS: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    rank, row = tl.arange(0, RANKS)[:, None], tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    mask = (rank < ranks) & (row[None, :] < N)
+    if PDL:
+        gdc_wait()
+    logit = tl.load(logit_ptr + rank * logit_n + row[None, :], mask=mask, other=0.0) + 0.0  # -0 equals 0
+    token = tl.load(token_ptr + rank * token_n + row[None, :], mask=mask, other=0)
+    order = logit.to(tl.int64, bitcast=True)
+    order = tl.where(order < 0, order ^ WORST, order)  # float bits in an order that integers share
+    order = tl.where(logit != logit, WORST, order)
+    order = tl.where(rank < ranks, order, -WORST - 1)
+    winner = tl.min(tl.where(order == tl.max(order, 0)[None, :], rank, RANKS), 0)
+    token = tl.where(tl.abs(logit) < float("inf"), token, not_finite)
+    tl.store(out_ptr + row, tl.sum(tl.where(rank == winner[None, :], token, 0), 0), mask=row < N)
 
 
 def drawn_with(
@@ -107,8 +151,9 @@ def sample_head(
     temperature: float = 0.0,
     seeds: Int[Tensor, " N"] | None = None,
     positions: Int[Tensor, " N"] | None = None,
-) -> Int[Tensor, " N"]:
-    """Twin of `fused.sample_head`: the next token of every row.
+    first: int = 0,
+) -> tuple[Int[Tensor, " N"], Float[Tensor, " N"]]:
+    """Twin of `fused.sample_head`: the next token of every row, and its logit.
 
     The weight is read once for every 64 rows.
 
@@ -120,13 +165,38 @@ def sample_head(
     expect("sample_head", (hidden.dtype,), weight=(weight, (V, D)))
     expect("sample_head", INTEGERS, seeds=(seeds, (N,)), positions=(positions, (N,)))
     seeds, positions = drawn_with(temperature, seeds, positions)
-    (hidden,), weight = adjacent(hidden), weight.contiguous()
-    best = torch.full((N,), WORST, dtype=torch.int64, device=hidden.device)
+    (hidden,), weight, pdl = adjacent(hidden), weight.contiguous(), dependent(hidden.device)
     rows = min(64, max(16, triton.next_power_of_2(N)))
     ids, columns, stages, warps = (64, 256, 5, 4) if rows == 16 else (128, 128, 4, 8)
-    _best_token[(triton.cdiv(V, ids), triton.cdiv(N, rows))](
+    tiles = triton.cdiv(V, ids)
+    best = torch.empty(N, tiles, dtype=torch.int64, device=hidden.device)
+    _best_token[(tiles, triton.cdiv(N, rows))](
         hidden, weight, best, seeds, positions, N, V, hidden.stride(0), cap,
         inverse(temperature), D=D, STEP=columns // weight.element_size(), IDS=ids,
-        ROWS=rows, SAMPLE=temperature > 0, STAGES=stages, num_warps=warps,
+        ROWS=rows, SAMPLE=temperature > 0, STAGES=stages, PDL=pdl, num_warps=warps,
     )  # fmt: skip
-    return best & 0xFFFFFFFF
+    token = torch.empty(N, dtype=torch.int64, device=hidden.device)
+    logit = torch.empty(N, dtype=torch.float64, device=hidden.device)
+    _best_of_tiles[(N,)](
+        best, hidden, weight, token, logit, tiles, hidden.stride(0), first, D=D, TILES=triton.next_power_of_2(tiles),
+        COLUMNS=triton.next_power_of_2(D), PDL=pdl, num_warps=8, launch_pdl=pdl,
+    )  # fmt: skip
+    return token, logit
+
+
+def elect(tokens: Int[Tensor, "ranks N"], logits: Float[Tensor, "ranks N"], not_finite: int) -> Int[Tensor, " N"]:
+    """Twin of `fused.elect`.
+
+    Raises:
+        InputError: see `expect`.
+    """
+    ranks, N = axes("elect", "tokens", tokens, 2)
+    expect("elect", (torch.int64,), tokens=(tokens, (ranks, N)))
+    expect("elect", (torch.float64,), logits=(logits, (ranks, N)))
+    (tokens, logits), pdl = adjacent(tokens, logits), dependent(tokens.device)
+    out, rows = torch.empty(N, dtype=torch.int64, device=tokens.device), min(64, triton.next_power_of_2(N))
+    _elect[(triton.cdiv(N, rows),)](
+        tokens, logits, out, ranks, N, tokens.stride(0), logits.stride(0), not_finite,
+        RANKS=triton.next_power_of_2(ranks), ROWS=rows, PDL=pdl, num_warps=1, launch_pdl=pdl,
+    )  # fmt: skip
+    return out

@@ -41,6 +41,7 @@ OPERATIONS = {
     "attend_cache": ATTENTION,
     "join_and_mix": f"{CONVOLUTION} and {MIX}",
     "sample_head": UNEMBEDDING,
+    "elect": UNEMBEDDING,
 }  # fmt: skip
 
 

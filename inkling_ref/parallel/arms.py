@@ -64,6 +64,7 @@ def compiled(model: Inkling, length: int) -> StepBackend:
     )
 
 
-def likeliest(hidden: Float[Tensor, "N D"], weight: Float[Tensor, "V D"], cap: float) -> Tensor:
+def likeliest(hidden: Float[Tensor, "N D"], weight: Float[Tensor, "V D"], cap: float, first: int = 0) -> Any:
     """`fused.sample_head` at temperature 0, with logits in the model's dtype as `TextModel.logits` has them."""
-    return F.linear(hidden, weight).argmax(dim=-1)
+    row = F.linear(hidden, weight).argmax(dim=-1)
+    return row + first, fused.logit_of(hidden, weight, row)

@@ -99,15 +99,13 @@ class Ranks(Alone):
     def head(self) -> Float[Tensor, "rows D"]:
         return self.model.llm.unembed.weight[: max(self.used, 1)]
 
-    def best(
+    def candidates(
         self, token: Int[Tensor, " N"], logit: Float[Tensor, " N"], temperature: float
-    ) -> tuple[Int[Tensor, " N"], Float[Tensor, " N"]]:
+    ) -> tuple[Int[Tensor, "ranks N"], Float[Tensor, "ranks N"]]:
         if temperature:  # the noise of a seed goes by the rows of the whole vocabulary
             raise InputError(f"decode step: temperature {temperature} on many ranks, expected 0, or top_k or top_p")
         if not self.used:
             logit = torch.full_like(logit, -torch.inf)
-        # One message: ids are exact in float64.
-        pairs = self.tp.gather(torch.stack([logit.double(), (token + self.first).double()])[None], 0)
-        winner = pairs[:, 0].argmax(dim=0, keepdim=True)  # of equal logits the first; a NaN above all
-        logit, token = (pairs[:, i].gather(0, winner)[0] for i in range(2))
-        return token.long(), logit
+        # One message: a logit's 64 bits travel as an integer.
+        found = self.tp.gather(torch.stack([token, logit.view(torch.int64)])[None], 0)
+        return found[:, 0], found[:, 1].view(torch.float64)
