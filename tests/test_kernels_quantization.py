@@ -181,6 +181,7 @@ def test_weights_may_be_views(dtype):
     for w in (memory[1:].view(3, 9, 64), memory[:-1].view(3, 64, 9).mT, memory[:-1].view(3, 9, 64)[:, ::2]):
         assert_nvfp4(w)
         assert_same(kernel.mxfp8_quantize(w), reference.mxfp8_quantize(w))
+        assert same_bits(kernel.fake_nvfp4(w), reference.fake_nvfp4(w))
 
 
 # ---------------------------------------------------------------- what makes it quick
