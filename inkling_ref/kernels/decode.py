@@ -308,14 +308,14 @@ def _decode(
                 lowest, highest = low, tl.minimum(o, stop)
                 start = middle
             else:
-                if DEPENDENT and EARLY:
-                    wait()
                 lowest, highest = tl.maximum(o, low), stop
                 start = (lowest - origin) // KEYS
                 end = tl.where(split == count - 1, (stop - origin + KEYS - 1) // KEYS, start)
                 if PAGE > 0:
                     index = (origin + start * KEYS) // PAGE
                     page = tl.load(table_ptr + index, mask=index < pages, other=0)
+                if DEPENDENT and EARLY:
+                    wait()
             for step in tl.range(start, end, num_stages=NEAR_STAGES if new == 0 else 1):
                 n0 = origin + step * KEYS
                 slot0 = n0
