@@ -37,8 +37,8 @@ from .approximate import TO_BASE2, exp2, near, reciprocal, swiglu
 
 _FEW: int = 16  # rows up to which the router reads the float32 weight
 _TERMS = {torch.bfloat16: 3}  # into which a few rows of a dtype split it; others: none
-# Of unaligned memory a lane reads 4 bytes, and a warp 32 neighbours: a layout in which it holds whole rows.
-_ALIGNED_ANYHOW = ["logit_ptr", "bias_ptr", "weight_ptr", "id_ptr"]
+# Where Triton knows of no alignment a lane reads one number, and a warp 32 neighbours: see `_experts_and_bias`.
+_UNALIGNED = ["logit_ptr", "bias_ptr", "weight_ptr", "id_ptr"]
 
 
 @triton.jit
@@ -66,10 +66,12 @@ def _logits(
 @triton.jit
 @no_type_check
 def _experts_and_bias(bias_ptr, E: tl.constexpr, ROWS: tl.constexpr):
-    """Numbers of all experts, [ROWS, lines of 32, 32], and their biases."""
+    """Numbers of all experts, [lines of 32 * ROWS, 32], and their biases; ROWS as there are warps, or a multiple.
+
+    Warps take turns along the first axis: so each has a whole row, and its reductions leave no warp.
+    """
     LINES: tl.constexpr = triton.next_power_of_2(triton.cdiv(E, 32))
-    experts = tl.arange(0, LINES)[None, :, None] * 32 + tl.arange(0, 32)[None, None, :]
-    experts += tl.zeros([ROWS, 1, 1], tl.int32)
+    experts = (tl.arange(0, LINES * ROWS) // ROWS * 32)[:, None] + tl.arange(0, 32)[None, :]
     return experts, tl.load(bias_ptr + experts, mask=experts < E, other=0.0).to(tl.float32)
 
 
@@ -77,13 +79,13 @@ def _experts_and_bias(bias_ptr, E: tl.constexpr, ROWS: tl.constexpr):
 @no_type_check
 def _best(
     logit_ptr, experts, bias, weight_ptr, id_ptr, first_row, N, route_scale,
-    E: tl.constexpr, SLICES: tl.constexpr, k: tl.constexpr, NORMALIZE: tl.constexpr,
+    E: tl.constexpr, SLICES: tl.constexpr, ROWS: tl.constexpr, k: tl.constexpr, NORMALIZE: tl.constexpr,
 ):  # fmt: skip
-    """The choice of each row from `first_row` on, as many as `experts` has: a warp holds whole rows."""
+    """The choice of ROWS rows from `first_row` on."""
+    LINES: tl.constexpr = experts.shape[0] // ROWS
     PLACES: tl.constexpr = max(32, triton.next_power_of_2(k))
-    row = first_row + tl.arange(0, experts.shape[0])[:, None, None]
-    places, real = tl.arange(0, PLACES)[None, None, :], experts < E
-    at = tl.minimum(row, N - 1) * E + experts
+    row, real = first_row + tl.arange(0, LINES * ROWS) % ROWS, experts < E
+    at = (tl.minimum(row, N - 1) * E)[:, None] + experts
     logit = tl.load(logit_ptr + at, mask=real, other=0.0)
     for i in tl.static_range(1, SLICES):
         logit += tl.load(logit_ptr + i * N * E + at, mask=real, other=0.0)
@@ -94,26 +96,28 @@ def _best(
     # bits, for the score, for the lowest id that has it and for its weight, are one instruction each across a warp.
     order = score.to(tl.int32, bitcast=True)
     order = tl.where(order < 0, order ^ 0x7FFFFFFF, order)
-    order = tl.where(real, order, -0x80000000)
-    ids = tl.zeros([experts.shape[0], 1, PLACES], tl.int32)
+    order = tl.reshape(tl.where(real, order, -0x80000000), [LINES, ROWS, 32])
+    bits, experts = tl.reshape(bits, [LINES, ROWS, 32]), tl.reshape(experts, [LINES, ROWS, 32])
+    row, places = first_row + tl.arange(0, ROWS)[:, None], tl.arange(0, PLACES)[None, :]
+    ids = tl.zeros([ROWS, PLACES], tl.int32)
     chosen = ids
     for i in tl.static_range(k):
-        most = tl.max(tl.max(order, 1, keep_dims=True), 2, keep_dims=True)
-        best = tl.where(order == most, experts, 0x7FFFFFFF)
-        best = tl.min(tl.min(best, 1, keep_dims=True), 2, keep_dims=True)
-        found = tl.where(experts == best, bits, 0)
-        found = tl.sum(tl.sum(found, 1, keep_dims=True), 2, keep_dims=True)
-        order = tl.where(experts == best, -0x80000000, order)
+        most = tl.max(tl.max(order, 0), 1)[:, None]
+        best = tl.where(order == most[None], experts, 0x7FFFFFFF)
+        best = tl.min(tl.min(best, 0), 1)[:, None]
+        found = tl.where(experts == best[None], bits, 0)
+        found = tl.sum(tl.sum(found, 0), 1)[:, None]
+        order = tl.where(experts == best[None], -0x80000000, order)
         ids, chosen = tl.where(places == i, best, ids), tl.where(places == i, found, chosen)
     chosen = chosen.to(tl.float32, bitcast=True)
     if NORMALIZE:
-        chosen = chosen / (tl.sum(chosen, 2, keep_dims=True) + 1e-20)
+        chosen = chosen / (tl.sum(chosen, 1) + 1e-20)[:, None]
     out, mask = row.to(tl.int64) * k + places, (row < N) & (places < k)
     tl.store(weight_ptr + out, chosen * route_scale, mask=mask)
     tl.store(id_ptr + out, ids.to(tl.int64), mask=mask)
 
 
-@triton.jit(do_not_specialize_on_alignment=_ALIGNED_ANYHOW)
+@triton.jit(do_not_specialize_on_alignment=_UNALIGNED)
 @no_type_check
 def _choose(
     logit_ptr, bias_ptr, weight_ptr, id_ptr, N, route_scale,
@@ -123,10 +127,10 @@ def _choose(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    _best(logit_ptr, experts, bias, weight_ptr, id_ptr, tl.program_id(0), N, route_scale, E, SLICES, k, NORMALIZE)
+    _best(logit_ptr, experts, bias, weight_ptr, id_ptr, tl.program_id(0), N, route_scale, E, SLICES, 1, k, NORMALIZE)
 
 
-@triton.jit(do_not_specialize_on_alignment=_ALIGNED_ANYHOW)
+@triton.jit(do_not_specialize_on_alignment=_UNALIGNED)
 @no_type_check
 def _route_few(
     h_ptr, w_ptr, bias_ptr, logit_ptr, count_ptr, weight_ptr, id_ptr, N, h_n, route_scale,
@@ -139,7 +143,8 @@ def _route_few(
     Weights and biases are on their way before the kernel waits for the rows.
     """
     SLICES: tl.constexpr = triton.cdiv(D, STEP * STEPS)
-    everyone, bias = _experts_and_bias(bias_ptr, E, max(WARPS, ROWS))
+    CHOOSING: tl.constexpr = max(WARPS, ROWS)
+    everyone, bias = _experts_and_bias(bias_ptr, E, CHOOSING)
     first, rows = tl.program_id(1) * STEP * STEPS, tl.arange(0, ROWS)
     experts = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
     if TERMS > 1:  # sums of STEP columns, each from 0: see the module
@@ -182,7 +187,7 @@ def _route_few(
     tl.debug_barrier()
     if tl.atomic_add(count_ptr, 1, sem="acq_rel") == tl.num_programs(0) * tl.num_programs(1) - 1:
         tl.store(count_ptr, 0)
-        _best(logit_ptr, everyone, bias, weight_ptr, id_ptr, 0, N, route_scale, E, SLICES, k, NORMALIZE)
+        _best(logit_ptr, everyone, bias, weight_ptr, id_ptr, 0, N, route_scale, E, SLICES, CHOOSING, k, NORMALIZE)
 
 
 def _aligned(x: Float[Tensor, "N D"]) -> Float[Tensor, "N columns"]:
