@@ -103,7 +103,9 @@ def _best_of_tiles(
     best_ptr, x_ptr, w_ptr, token_ptr, logit_ptr, tiles, x_n, first,
     D: tl.constexpr, TILES: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """Of a row's best tile the token, and its logit."""
     row, tile, columns = tl.program_id(0).to(tl.int64), tl.arange(0, TILES), tl.arange(0, COLUMNS)
+    # Early: `_best_token`, in front, began when this was written.
     x = tl.load(x_ptr + row * x_n + columns, mask=columns < D, other=0.0).to(tl.float32)
     if PDL:
         gdc_launch_dependents()
@@ -121,6 +123,7 @@ def _elect(
     token_ptr, logit_ptr, out_ptr, ranks, N, token_n, logit_n, not_finite,
     RANKS: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """See `fused.elect`."""
     rank, row = tl.arange(0, RANKS)[:, None], tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     mask = (rank < ranks) & (row[None, :] < N)
     if PDL:
