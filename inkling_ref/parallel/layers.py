@@ -268,9 +268,8 @@ class ShardedEmbedding(nn.Module):
 
     def forward(self, ids: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape D"]:
         row = ids - self.first
-        is_mine = (row >= 0) & (row < len(self.weight))
-        e = F.embedding(torch.where(is_mine, row, 0), self.weight)
-        return self.tp.sum(torch.where(is_mine[..., None], e, 0))
+        here = row.clamp(0, len(self.weight) - 1)
+        return self.tp.sum(F.embedding(here, self.weight).masked_fill_((row != here)[..., None], 0))
 
 
 class ShardedHead:
