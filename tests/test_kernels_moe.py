@@ -8,6 +8,7 @@ from helpers import relative_rms
 from kernel_contract import DEVICE, INTERPRETED, check, dtypes, needs_device, placed, poisoned_outputs  # noqa: F401 (a fixture)
 
 from inkling_ref import moe
+from inkling_ref.kernels import arrivals
 from inkling_ref.kernels import moe as moe_kernel
 
 pytestmark = needs_device
@@ -82,7 +83,7 @@ def test_route_splits_the_weight_of_few_rows(N, monkeypatch):
 
 def test_route_leaves_its_count_at_0(monkeypatch):
     count = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    monkeypatch.setattr(moe_kernel, "_counter", lambda device: count)
+    monkeypatch.setattr(moe_kernel, "arrivals", lambda device, some: count)
     weight, bias = torch.randn(29, 2600, device=DEVICE) / 50, torch.randn(29, device=DEVICE)
     for N in (1, 5, 1, 13):  # programs of different numbers
         h = torch.randn(N, 2600, device=DEVICE)
@@ -92,14 +93,14 @@ def test_route_leaves_its_count_at_0(monkeypatch):
 
 @pytest.mark.skipif(INTERPRETED, reason="no GPU")
 def test_launches_that_may_run_at_one_time_do_not_share_a_count():
-    counters, streams = moe_kernel._Counters(torch.device(DEVICE)), [torch.cuda.Stream() for _ in range(2)]
+    device, streams = torch.device("cuda", torch.cuda.current_device()), [torch.cuda.Stream() for _ in range(2)]
     taken = []
     for stream in streams * 2:
         with torch.cuda.stream(stream):
-            taken.append(counters.take())
+            taken.append(arrivals(device, 1))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        taken += [counters.take(), counters.take()]
+        taken += [arrivals(device, 1), arrivals(device, 1)]
         taken[-1].add_(0)  # a graph is not empty
     places = [t.data_ptr() for t in taken]
     assert places[:2] == places[2:4]

@@ -18,8 +18,6 @@ them, chooses. It adds the same sums in the same order, whichever program it is,
 **SwiGLU.** One pass over interleaved gate and up columns, with one division for three quotients; see `approximate`.
 """
 
-from collections import deque
-from functools import cache
 from typing import no_type_check
 
 import torch
@@ -32,7 +30,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..errors import InputError
-from . import FLOATS, INTERPRETED, adjacent, axes, dependent, expect, prepared
+from . import FLOATS, adjacent, arrivals, axes, dependent, expect, prepared
 from .approximate import TO_BASE2, exp2, near, reciprocal, swiglu
 
 _FEW: int = 16  # rows up to which the router reads the float32 weight
@@ -216,41 +214,6 @@ def _slices(tiles: int) -> int:
     return 16 if tiles <= 16 else 4 if tiles <= 66 else 2
 
 
-class _Counters:
-    """Where launches on one GPU count their programs: numbers that are 0 whenever no launch uses them.
-
-    Two launches that run at one time must not share one. So each stream has its own, for its launches run one after the
-    other; and a launch that is captured has one for good: its graph may run beside anything but itself. (An interrupted
-    call leaves nothing: either its launch runs to the end, or CUDA refuses all later calls.)
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.unused, self.of_stream = device, deque(), {}
-
-    def take(self) -> Int[Tensor, "1"]:
-        if torch.cuda.is_current_stream_capturing():
-            if not self.unused:
-                raise InputError(
-                    "triton route: captured more than 4096 times, expected a call outside of a graph first"
-                )
-            return self.unused.popleft()
-        if len(self.unused) <= 4096:  # not while capturing: a graph would set them to 0 at every replay
-            self.unused.extend(torch.zeros(8192, dtype=torch.int32, device=self.device).split(1))
-            torch.cuda.current_stream(self.device).synchronize()  # before other streams count there
-        stream = torch.cuda.current_stream(self.device).cuda_stream
-        if stream not in self.of_stream:
-            self.of_stream[stream] = self.unused.popleft()
-        return self.of_stream[stream]
-
-
-_counters = cache(_Counters)
-
-
-def _counter(device: torch.device) -> Int[Tensor, "1"]:
-    """A number that is 0, for the kernel to count in and to set back to 0. The interpreter may be interrupted: new."""
-    return torch.zeros(1, dtype=torch.int32) if INTERPRETED else _counters(device).take()
-
-
 def route(
     h: Float[Tensor, "N D"],
     weight: Float[Tensor, "E D"],
@@ -282,7 +245,7 @@ def route(
         slices = triton.cdiv(D, step * steps)
         logits = torch.empty(slices, N, E, dtype=torch.float32, device=h.device)
         _route_few[(triton.cdiv(E, experts), slices)](
-            h, w, bias, logits, _counter(h.device), weights, ids, N, h.stride(0), scale, D=D, E=E, ROWS=rows,
+            h, w, bias, logits, arrivals(h.device, 1), weights, ids, N, h.stride(0), scale, D=D, E=E, ROWS=rows,
             EXPERTS=experts, STEP=step, STEPS=steps, TERMS=terms, k=k, NORMALIZE=normalize, WARPS=warps, PDL=pdl,
             num_warps=warps,
             # Only where no kernel just before this one writes the weight, which is read before the wait: in a graph.
