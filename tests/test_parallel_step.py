@@ -9,7 +9,8 @@ from helpers import random_ids, random_model, relative_rms, unchecked
 from kernel_contract import DEVICE, INTERPRETED, needs_device
 from parallel_step_worker import StepCase, check_steps
 from parallel_worker import start, text_config
-from test_parallel import FOUR, succeed
+from test_parallel import EIGHT, FOUR, THREE, succeed
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from inkling_ref.cli import main
 from inkling_ref.config import FULL, SLIDING, InklingConfig
@@ -17,6 +18,7 @@ from inkling_ref.decode_step import DecodeStep
 from inkling_ref.errors import InputError
 from inkling_ref.parallel import run
 from inkling_ref.parallel.apply import Mesh, parallelize
+from inkling_ref.parallel.in_turn import in_turn
 from inkling_ref.parallel.layers import ShardedMoE
 from inkling_ref.parallel.plan import Plan
 
@@ -72,7 +74,7 @@ def test_a_prompt_cut_by_tokens():
     text, traffic = FOUR.text, model.mesh.traffic
     step, L = DecodeStep(model, 2, 30), text.num_hidden_layers
     inputs = sum(1 if text.is_sliding(i) else 3 for i in range(L))
-    messages = {"sum over tp": 1 + 2 * L, "reduce_scatter over tp": 2 * L, "gather over tp": inputs + L + 1}
+    messages = {"sum over tp": 1 + 2 * L, "reduce_scatter over tp": 2 * L, "gather over tp": inputs + 2 * L + 1}
     for phase, tokens, expected in (("7", 7, messages), ("6", 6, {"sum over tp": 1 + 2 * L})):
         traffic.phase = phase
         assert step.prefill(random_ids(2, tokens)).shape == (2, text.hidden_size)
@@ -83,6 +85,53 @@ def test_a_prompt_cut_by_tokens():
     step(random_ids(2, 1))
     assert traffic.to_dict()["a step"]["sum over tp"]["calls"] == 1 + 2 * L
     assert dict(model.current.cut_passes) == {"7": 1, "a step": 1}
+
+
+class Launched(TorchDispatchMode):
+    """Names of what is computed or copied, views aside."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        found = op(*args, **(kwargs or {}))
+        if not any(result.alias_info for result in op._schema.returns) or op._schema.is_mutable:
+            self.names.append(op._schema.name.removeprefix("aten::"))
+        return found
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+@torch.no_grad()
+def test_what_joins_a_long_prompt_copies_nothing_but_its_ends(rank):
+    """Of every sublayer two launches: the edges into a message, and the newest inputs into their place."""
+    model = parallelize(random_model(FOUR), Mesh.stand_in(Plan(4, sequence=True, sequence_from=7), rank))
+    step, partial = DecodeStep(model, 1, 30), torch.randn(1, 28, FOUR.text.hidden_size)
+    step.prefill(random_ids(1, 28))
+    prompt, state = step.ranks.edges[0], torch.randn_like(step.layers[0].mlp_conv)
+    old, N = state.clone(), state.shape[1]
+    model.current.T = 28
+    with Launched() as launched, step.ranks.joined(partial, state, prompt) as (y, before):
+        assert torch.equal(y, partial[:, 7 * rank : 7 * rank + 7])
+        assert torch.equal(before, partial[:, 7 * rank - N : 7 * rank] if rank else old)
+    assert [name for name in launched.names if name != "equal"] == ["index_select", "copy_"]
+    assert torch.equal(state, partial[:, -N:])
+
+
+# 24 tokens: equal shares, as long as a convolution looks back. 13: on 8 ranks shorter ones, and the last has none.
+@pytest.mark.parametrize(("size", "config"), [(2, text_config()), (3, THREE), (8, EIGHT)], ids=["2", "3", "8"])
+@torch.inference_mode()
+def test_prompts_cut_by_tokens_are_read_as_by_one_device(size, config):
+    def read(model):
+        step, answers = DecodeStep(model, 2, 64, page=16), []
+        for i, tokens in enumerate((24, 13, 24)):
+            answers += [step.prefill(random_ids(2, tokens, seed=i)), step(random_ids(2, 1, seed=i)).clone()]
+        return answers
+
+    expected, plan = read(random_model(config)), Plan(size, sequence=True, sequence_from=8)
+    for rank in in_turn(plan, lambda mesh: read(parallelize(random_model(config), mesh))):
+        for found, hidden in zip(rank, expected, strict=True):
+            assert relative_rms(found, hidden) < 1e-5
 
 
 @pytest.mark.parametrize(

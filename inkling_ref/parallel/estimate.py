@@ -344,7 +344,8 @@ def _exchanges(
         if sends:
             add("channels to tokens", L, tp, tp.direct(stream / plan.tp**2))
         else:
-            add("tokens to experts", L, tp, tp.half(stream + routes))
+            add("tokens to experts", L, tp, tp.half(stream))
+            add("tokens to experts", L, tp, tp.half(routes))
         add("channels to tokens", 2 * L, tp, tp.direct(stream / plan.tp**2))
         add("hidden states", 1, tp, tp.half(stream))
     else:

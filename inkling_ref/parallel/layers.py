@@ -74,12 +74,9 @@ class Pass:
         plan = self.plan
         self.T = T if plan.sequence and plan.tp > 1 and max(plan.sequence_from, plan.tp) <= T else None
         self.passes[self.tp.traffic.phase] += 1
-        if self.T is None:
-            return e
-        self.cut_passes[self.tp.traffic.phase] += 1
-        chunk = self.chunk
-        e = F.pad(e, (0, 0, 0, chunk * plan.tp - T))
-        return e[:, chunk * self.tp.rank : chunk * (self.tp.rank + 1)]
+        if self.T is not None:
+            self.cut_passes[self.tp.traffic.phase] += 1
+        return self.own_tokens(e)
 
     def leave(self, hidden: Float[Tensor, "B carried D"]) -> Float[Tensor, "B T D"]:
         whole = self.all_tokens(hidden)
@@ -96,13 +93,22 @@ class Pass:
         """Those of `chunk` that are none."""
         return min(max(self.T - self.chunk * self.tp.rank, 0), self.chunk)
 
+    def whole_chunks(self, x: Float[Tensor, "B T C"]) -> Float[Tensor, "B chunks C"]:
+        """With as many zeros as the last ranks' tokens lack."""
+        missing = self.chunk * self.plan.tp - x.shape[1]
+        return F.pad(x, (0, 0, 0, missing)) if missing else x
+
+    def own_tokens(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B carried D"]:
+        """Those that this rank carries."""
+        return x if self.T is None else self.whole_chunks(x).chunk(self.plan.tp, dim=1)[self.tp.rank]
+
     def all_tokens(self, x: Shaped[Tensor, "B carried *shape"]) -> Shaped[Tensor, "B T *shape"]:
         return x if self.T is None else self.tp.gather(x, 1)[:, : self.T]
 
     def to_tokens(self, x: Float[Tensor, "B T channels"]) -> Float[Tensor, "B carried D"]:
         """From this rank's channels of all tokens to all channels of this rank's tokens."""
-        tp, chunk, (B, T, channels) = self.tp.size, self.chunk, x.shape
-        x = F.pad(x, (0, 0, 0, tp * chunk - T)).view(B, tp, chunk, channels).transpose(0, 1)
+        tp, chunk, (B, _, channels) = self.tp.size, self.chunk, x.shape
+        x = self.whole_chunks(x).unflatten(1, (tp, chunk)).transpose(0, 1)
         return self.tp.swap(x).permute(1, 2, 0, 3).reshape(B, chunk, tp * channels)
 
     def to_channels(self, x: Float[Tensor, "B carried D"]) -> Float[Tensor, "B T channels"]:
@@ -130,29 +136,27 @@ class ShardedConv(ShortConv):
 
 
 class _Message(NamedTuple):
-    """Tokens with their routes as bytes: one collective carries both."""
+    """Routes, or tokens with theirs, as bytes: one collective carries all."""
 
     data: UInt8[Tensor, "N bytes"]
     sizes: list[int]
     dtypes: list[torch.dtype]
 
     @classmethod
-    def pack(cls, h: Float[Tensor, "*shape D"], weights: Float[Tensor, "N k"], ids: Int[Tensor, "N k"]) -> "_Message":
-        parts = [h.reshape(len(ids), h.shape[-1]), weights, ids.to(torch.int32)]
+    def pack(cls, *parts: Shaped[Tensor, "N _"]) -> "_Message":
         data = [part.contiguous().view(torch.uint8) for part in parts]
         sizes = [d.shape[1] for d in data]
         filled = [F.pad(d, (0, -size % 4)) if size % 4 else d for d, size in zip(data, sizes, strict=True)]
         return cls(torch.cat(filled, dim=1), sizes, [part.dtype for part in parts])
 
-    def unpack(self, data: UInt8[Tensor, "N bytes"]) -> tuple[Tensor, Tensor, Tensor]:
+    def unpack(self, data: UInt8[Tensor, "N bytes"]) -> list[Tensor]:
         words = [-(-size // 4) for size in self.sizes]  # bytes one by one would be copied at a fraction of the speed
         parts = data.view(torch.int32).split(words, dim=1)
         # Flat, because a single row is contiguous whatever its stride, and no view of other elements.
-        h, weights, ids = (
+        return [
             part.flatten().view(dtype).view(len(data), 4 * n // dtype.itemsize)[:, : size // dtype.itemsize]
             for part, n, size, dtype in zip(parts, words, self.sizes, self.dtypes, strict=True)
-        )
-        return h, weights, ids.long()
+        ]
 
 
 class ShardedMoE(nn.Module):
@@ -169,7 +173,8 @@ class ShardedMoE(nn.Module):
         is_owner = torch.zeros(len(table), share.plan.world, dtype=torch.bool)
         for expert, ranks in enumerate(table):
             is_owner[expert, ranks] = True
-        self.is_owner = is_owner  # no buffer: a model that is loaded piece by piece would not move it
+        self.is_owner = is_owner  # no buffers: a model that is loaded piece by piece would not move them
+        self.is_here = is_owner[:, share.rank].long()  # 1 of an expert that this rank has
         self.use(moe.experts.ops)
 
     def use(self, ops: Backend) -> None:
@@ -198,8 +203,9 @@ class ShardedMoE(nn.Module):
     ) -> Float[Tensor, "N D"]:
         """The same, by kernels that find the pairs: nothing waits for the device, as a CUDA graph needs it."""
         if not (ids.is_cuda and torch.cuda.is_current_stream_capturing()):  # nobody sees a graph's replays
-            here = (ids >= self.first) & (ids < self.stop)
-            self.tokens, self.pairs = self.tokens + len(h), self.pairs + here.sum()
+            if self.is_here.device != ids.device:
+                self.is_here = self.is_here.to(ids.device)
+            self.tokens, self.pairs = self.tokens + len(h), self.pairs + self.is_here[ids].sum()
         return self.experts(h, weights, ids)
 
     def forward(self, h: Float[Tensor, "B carried D"]) -> Float[Tensor, "B returned D"]:
@@ -208,23 +214,23 @@ class ShardedMoE(nn.Module):
         return self._by_sending(h) if self.sends else self._by_summing(h)
 
     def _by_summing(self, h: Float[Tensor, "B carried D"]) -> Float[Tensor, "B T D"]:
-        current = self.current
-        if current.T is None and current.dp.size == 1:  # all tokens are here
-            flat = h.flatten(0, 1)
-            return self.owned(flat, *self.gate(flat)).view_as(h)
-        message = _Message.pack(h, *self.gate(h.flatten(0, 1)))
-        whole = current.all_tokens(message.data.unflatten(0, h.shape[:2]))
-        (B, T), data = whole.shape[:2], whole.flatten(0, 1)
-        counts, dp = [max(n, 0) for n in current.counts], current.dp
-        if dp.size > 1:
-            longest = max(counts)
-            real = torch.cat([torch.arange(n, device=h.device) + i * longest for i, n in enumerate(counts)])
-            data = dp.gather(F.pad(data, (0, 0, 0, longest - len(data))), 0)[real]
-        partial = self.owned(*message.unpack(data))
-        if dp.size > 1:
-            padded = partial.new_zeros(dp.size * longest, h.shape[-1]).index_copy(0, real, partial)
-            partial = dp.reduce_scatter(padded, 0)[: B * T]
-        return partial.view(B, T, h.shape[-1])
+        current, shape = self.current, h.shape[:2]
+        weights, ids = self.gate(h.flatten(0, 1))
+        if current.T is not None:
+            # Two messages: to copy tokens together with their routes and apart again would take longer than a call.
+            h, routes = current.all_tokens(h), _Message.pack(weights, ids.int())
+            whole = current.all_tokens(routes.data.unflatten(0, shape))
+            weights, ids = routes.unpack(whole.flatten(0, 1))
+        if current.dp.size == 1:
+            return self.owned(h.flatten(0, 1), weights, ids.long()).view_as(h)
+        dp, counts = current.dp, [max(n, 0) for n in current.counts]
+        message, longest = _Message.pack(h.flatten(0, 1), weights, ids.int()), max(counts)
+        real = torch.cat([torch.arange(n, device=h.device) + i * longest for i, n in enumerate(counts)])
+        data = dp.gather(F.pad(message.data, (0, 0, 0, longest - len(message.data))), 0)[real]
+        all_h, weights, ids = message.unpack(data)
+        partial = self.owned(all_h, weights, ids.long())
+        padded = partial.new_zeros(dp.size * longest, h.shape[-1]).index_copy(0, real, partial)
+        return dp.reduce_scatter(padded, 0)[: len(message.data)].view_as(h)
 
     def _by_sending(self, h: Float[Tensor, "B carried D"]) -> Float[Tensor, "B carried D"]:
         current = self.current
@@ -247,8 +253,9 @@ class ShardedMoE(nn.Module):
         sent = goes_to.sum(dim=0)
         received = world.swap(sent[:, None])[:, 0].tolist()
         sent = sent.tolist()
-        message = _Message.pack(h, weights, ids)
-        partial = self.owned(*message.unpack(world.exchange(message.data[token], sent, received)))
+        message = _Message.pack(h, weights, ids.int())
+        all_h, weights, ids = message.unpack(world.exchange(message.data[token], sent, received))
+        partial = self.owned(all_h, weights, ids.long())
         back = world.exchange(partial, received, sent)
         out = torch.zeros(h.shape, dtype=weights.dtype, device=h.device).index_add_(0, token, back.to(weights.dtype))
         return rounded(out, h.dtype)

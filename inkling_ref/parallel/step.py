@@ -6,20 +6,19 @@ channels: reduce_scatter, convolution of a part and gather, as in `layers`, send
 can spare none. The taps of all channels, which are small, come together once, when the step is made.
 
 A prompt may be cut by tokens, as in `layers`: each rank then mixes, norms and routes T / tp of them. Its convolutions
-have all channels of those, and need the inputs before the first; and where the prompt ends, every rank needs the last
-ones, for its steps. Both are few tokens, of which one more all_reduce adds the partial sums up:
+have all channels of those, and need the inputs before the first (rank 0 has them); and where the prompt ends, every
+rank needs the last ones, for its steps. Both are few tokens, of which one more all_reduce adds the partial sums up:
 
     partial [B, T, D]         --reduce_scatter-->  y [B, T / tp, D]
-    its edges [B, tp + 1, N, D]  --all_reduce-->   before y, and after the prompt
+    its edges [B, tp, N, D]   --all_reduce-->      before y, and after the prompt
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.nn import functional as F
 
 from ..decode_step import Alone, Prompt
 from ..errors import InputError
@@ -47,7 +46,7 @@ class Ranks(Alone):
                 raise InputError(f"decode step: {name} is {value}, expected {expected}")
         self.tp, self.current, head = model.mesh.tp, model.current, model.llm.logits
         self.first, self.used = head.first, head.counts[self.tp.rank]
-        self.edges: tuple[Prompt, Tensor, Tensor, Tensor] | None = None  # of a prompt, where its edges are
+        self.edges: tuple[Prompt, Tensor, tuple[Tensor, Tensor] | None] | None = None  # of a prompt, see `find_edges`
 
     def embedding(self, ids: Int[Tensor, "B T"]) -> tuple[Int[Tensor, "B T"], Float[Tensor, "rows D"]]:
         """The embeddings of these ids, from the ranks that hold them, are a table of their own."""
@@ -58,15 +57,10 @@ class Ranks(Alone):
         return as_table(self.current.enter(self.model.llm.embed(ids)))
 
     def carried(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B carried D"]:
-        return x if self.current.T is None else self.whole_chunks(x).chunk(self.tp.size, dim=1)[self.tp.rank]
+        return self.current.own_tokens(x)
 
     def all_tokens(self, xs: list[Float[Tensor, "B carried D"]]) -> list[Float[Tensor, "B T D"]]:
         return xs if self.current.T is None else [self.current.all_tokens(x).contiguous() for x in xs]
-
-    def whole_chunks(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B chunks D"]:
-        """With as many zeros as the last ranks' tokens lack."""
-        missing = self.current.chunk * self.tp.size - x.shape[1]
-        return F.pad(x, (0, 0, 0, missing)) if missing else x
 
     def taps(self, conv: ShortConv) -> Float[Tensor, "D 1 K"]:
         return self.tp.gather(conv.weight.detach(), 0)
@@ -79,22 +73,33 @@ class Ranks(Alone):
             with super().joined(self.tp.sum(partial), state, prompt) as found:
                 yield found
             return
-        N, tp = state.shape[1], self.tp
+        (B, N, _), tp = state.shape, self.tp
         if self.edges is None or self.edges[0] is not prompt:  # the same in all layers
-            token = self.edge_tokens(prompt, N)[..., None]
-            self.edges = prompt, token.clamp(0, self.current.T - 1), (token + N).clamp(0, N - 1), token < 0
-        _, new, old, is_old = self.edges
-        edges = tp.sum(partial.take_along_dim(new, dim=1))
-        edges = torch.where(is_old, state.take_along_dim(old, dim=1), edges)
-        y = tp.reduce_scatter(self.whole_chunks(partial), 1)
-        yield y.contiguous(), edges[:, N * tp.rank : N * (tp.rank + 1)].contiguous()
-        state.copy_(edges[:, N * tp.size :])
+            self.edges = prompt, *self.find_edges(prompt, B, N)
+        _, rows, old = self.edges
+        edges = tp.sum(partial.flatten(0, 1).index_select(0, rows)).unflatten(0, (B, -1))
+        if old is not None:
+            is_old, index = old
+            edges = torch.where(is_old, state.take_along_dim(index, dim=1), edges)
+        y, first = tp.reduce_scatter(self.current.whole_chunks(partial), 1), N * (tp.rank - 1)
+        yield y.contiguous(), edges[:, first : first + N].contiguous() if tp.rank else state
+        state.copy_(edges[:, -N:])
 
-    def edge_tokens(self, prompt: Prompt, N: int) -> Int[Tensor, "B edges"]:
-        """The N tokens before each rank's first, and each row's last N; negative: before the prompt."""
-        starts = self.current.chunk * torch.arange(self.tp.size, device=prompt.counts.device)
-        ends = torch.cat([starts.expand(len(prompt.counts), -1), prompt.counts[:, None]], dim=1)
-        return (ends[..., None] + torch.arange(-N, 0, device=ends.device)).flatten(1)
+    def find_edges(
+        self, prompt: Prompt, B: int, N: int
+    ) -> tuple[Int[Tensor, " rows"], tuple[Bool[Tensor, "B edges 1"], Int[Tensor, "B edges 1"]] | None]:
+        """Of every row the N tokens before each rank's but the first, and its last N: where they are in [B T].
+
+        Of what is shorter than N some are before the prompt: which, and where in a convolution's state.
+        """
+        T, device = self.current.T, prompt.counts.device
+        starts = self.current.chunk * torch.arange(1, self.tp.size, device=device)
+        ends = torch.cat([starts.expand(B, -1), prompt.counts[:, None]], dim=1)
+        token = (ends[..., None] + torch.arange(-N, 0, device=device)).flatten(1)
+        rows = (token.clamp(0, T - 1) + T * torch.arange(B, device=device)[:, None]).flatten()
+        if min(self.current.chunk, prompt.shortest) >= N:
+            return rows, None
+        return rows, ((token < 0)[..., None], (token + N).clamp(0, N - 1)[..., None])
 
     def head(self) -> Float[Tensor, "rows D"]:
         return self.model.llm.unembed.weight[: max(self.used, 1)]
