@@ -118,6 +118,17 @@ def test_what_joins_a_long_prompt_copies_nothing_but_its_ends(rank):
     assert torch.equal(state, partial[:, -N:])
 
 
+@torch.inference_mode()
+def test_gathered_tokens_of_one_row_are_laid_out_like_several():
+    """With other strides PyTorch would multiply one row as a batch."""
+    model = parallelize(random_model(FOUR), Mesh.stand_in(Plan(4, sequence=True), 1))
+    ranks, x = model.ranks(), torch.randn(1, 7, 32)
+    model.current.T = 28
+    (whole,) = ranks.all_tokens([x])
+    assert whole.stride() == (28 * 32, 32, 1)
+    assert torch.equal(whole, x.repeat(1, 4, 1))
+
+
 # 24 tokens: equal shares, as long as a convolution looks back. 13: on 8 ranks shorter ones, and the last has none.
 @pytest.mark.parametrize(("size", "config"), [(2, text_config()), (3, THREE), (8, EIGHT)], ids=["2", "3", "8"])
 @torch.inference_mode()

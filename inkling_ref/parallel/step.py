@@ -60,7 +60,10 @@ class Ranks(Alone):
         return self.current.own_tokens(x)
 
     def all_tokens(self, xs: list[Float[Tensor, "B carried D"]]) -> list[Float[Tensor, "B T D"]]:
-        return xs if self.current.T is None else [self.current.all_tokens(x).contiguous() for x in xs]
+        if self.current.T is None:
+            return xs
+        # Flat in between, so that one row has the strides of several: else PyTorch multiplies it as a batch.
+        return [self.current.all_tokens(x).flatten(0, 1).unflatten(0, (len(x), -1)) for x in xs]
 
     def taps(self, conv: ShortConv) -> Float[Tensor, "D 1 K"]:
         return self.tp.gather(conv.weight.detach(), 0)
