@@ -29,7 +29,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..errors import InputError
-from . import FLOATS, INTEGERS, adjacent, expect, prefill, prepared
+from . import FLOATS, INTEGERS, adjacent, cdiv, expect, next_power_of_2, prefill, prepared
 from .approximate import TO_BASE2
 from .decode import LOWEST, attend_split, check_operands, fits, transposed
 
@@ -226,21 +226,21 @@ def attend_tiled(
     first_keys = first_keys or [0] * B
     even = len(set(offsets)) == 1 and len(set(first_keys)) == 1
     starts = None if even else torch.tensor([offsets, first_keys], dtype=torch.int32).to(q.device)
-    rows = max(tile.rows, triton.next_power_of_2(Q))
+    rows = max(tile.rows, next_power_of_2(Q))
     queries = min(rows // Q, T)
-    depth = max(16, triton.next_power_of_2(queries * R))
+    depth = max(16, next_power_of_2(queries * R))
     more = 0
     if depth > max(16, queries * R):  # two products of 2^n columns have less padding than one of 2^(n+1)
-        more = max(16, triton.next_power_of_2(queries * R - depth // 2))
+        more = max(16, next_power_of_2(queries * R - depth // 2))
         depth, more = (depth // 2, more) if more < depth // 2 else (depth, 0)
     out = torch.empty(B, T, H * d, dtype=q.dtype, device=q.device)
     documents = None if document_ids is None else document_ids.to(torch.int32).contiguous()
-    _attend[(triton.cdiv(T, queries), B * G)](
+    _attend[(cdiv(T, queries), B * G)](
         q, k, v, r, prepared(profiles, transposed), sink, gate, documents, out,
         None if even else starts[0], None if even else starts[1], offsets[0], first_keys[0], T, S, 1 / math.sqrt(d),
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *r.stride()[:3], *sink.stride()[:2], *gate.stride()[:2],
         G=G, Q=Q, d=d, R=R, X=X, W=window or 0, QUERIES=queries, ROWS=rows, KEYS=tile.keys,
-        WIDTH=max(16, triton.next_power_of_2(d)), DEPTH=depth, MORE=more,
+        WIDTH=max(16, next_power_of_2(d)), DEPTH=depth, MORE=more,
         EVEN=even, DOCUMENTS=documents is not None, STAGES=tile.stages, NEAR_STAGES=tile.near_stages,
         num_warps=tile.warps,
     )  # fmt: skip

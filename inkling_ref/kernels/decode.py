@@ -499,7 +499,7 @@ def attend_split(
     pdl, splits = dependent(q.device), triton.next_power_of_2(triton.cdiv(programs, B * G))
     common = {
         "B": B, "T": T, "G": G, "Q": Q, "d": d, "X": X, "W": window or 0, "PAGE": page, "KEYS": tile.keys,
-        "PROGRAMS": programs, "PADDED_B": triton.next_power_of_2(B), "NEAR": tile.near_weight, "DEPENDENT": pdl,
+        "PROGRAMS": programs, "PADDED_B": next_power_of_2(B), "NEAR": tile.near_weight, "DEPENDENT": pdl,
         "launch_pdl": pdl,
     }  # fmt: skip
     strides = *sink.stride()[:2], *gate.stride()[:2]

@@ -23,7 +23,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ..dspark import MarkovHead
 from ..errors import InputError
 from ..fused import inverse
-from . import FLOATS, INTEGERS, axes, dependent, expect, processors
+from . import FLOATS, INTEGERS, axes, cdiv, dependent, expect, next_power_of_2, processors
 from .approximate import tanh
 from .head import drawn_with, gumbel, packed, uniform
 
@@ -149,16 +149,16 @@ def draft_rnn(
     s = torch.empty(n, B, r, dtype=torch.float32, device=h.device)
     u = torch.empty(n, B, r, dtype=w2.dtype, device=h.device)
     best = torch.empty(n, B, dtype=torch.int64, device=h.device)
-    R, rows = max(16, triton.next_power_of_2(r)), min(64, max(16, triton.next_power_of_2(B)))
+    R, rows = max(16, next_power_of_2(r)), min(64, max(16, next_power_of_2(B)))
     pdl = dependent(h.device)
     ids = 128 // w2.element_size()
     for k in range(n):
-        _next_state[(triton.cdiv(r, _CHANNELS), B)](
+        _next_state[(cdiv(r, _CHANNELS), B)](
             joint, share, w1, best[k - 1] if k else anchors, s, u, best, k, B, n, r, joint.stride(0),
             R=R, CHANNELS=_CHANNELS, FIRST=k == 0, PDL=pdl, num_warps=4,
             launch_pdl=k > 0 and pdl,
         )  # fmt: skip
-        _next_token[(min(2 * processors(h.device), triton.cdiv(V, ids)), triton.cdiv(B, rows))](
+        _next_token[(min(2 * processors(h.device), cdiv(V, ids)), cdiv(B, rows))](
             u[k], w2, base[:, k], best[k], seeds, None if positions is None else positions[k], B, V, r, n * V,
             inverse(temperature), k % 2, R=R, IDS=ids, ROWS=rows, SAMPLE=temperature > 0,
             STAGES=3, PDL=pdl, num_warps=4 if rows == 16 else 8, launch_pdl=pdl,

@@ -13,7 +13,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..errors import InputError
-from . import FLOATS, INTEGERS, axes, dependent, expect
+from . import FLOATS, INTEGERS, axes, dependent, expect, next_power_of_2
 
 
 @triton.jit
@@ -66,7 +66,7 @@ def embed_and_norm(
     if B * T == 0:
         return list(out.unbind(0))
     pdl = dependent(table.device)
-    block = triton.next_power_of_2(D)
+    block = next_power_of_2(D)
     _embed_and_norm[(B * T,)](
         ids.contiguous(), table.contiguous(), norm_weight.contiguous(), partial,
         tuple(w.contiguous() for w in norm_weights), out, B * T, eps, D=D, BLOCK=block, PDL=pdl,

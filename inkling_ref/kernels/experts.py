@@ -279,10 +279,10 @@ def plan(
     items = (pairs + (slots - 1) * min(E, pairs)) // slots
     expert = torch.empty(items, dtype=torch.int32, device=device)
     slot = torch.empty(items, slots, dtype=torch.int32, device=device)
-    padded = triton.next_power_of_2(E + 1)
+    padded = next_power_of_2(E + 1)
     if pairs <= FEW_PAIRS:
         _plan[(E,)](
-            ids, expert, slot, pairs, items, origin, E, SLOTS=slots, BLOCK=triton.next_power_of_2(pairs),
+            ids, expert, slot, pairs, items, origin, E, SLOTS=slots, BLOCK=next_power_of_2(pairs),
             PADDED_E=padded, PDL=pdl, num_warps=1 if pairs <= 64 else 4, launch_pdl=pdl,
         )  # fmt: skip
         return expert, slot
@@ -310,7 +310,7 @@ def combine(
 ) -> Float[Tensor, "N D"]:
     """`out`, filled with the sums of each token's rows: those of the E experts from `origin` on."""
     (N, D), block = out.shape, 128 * 16 // part.element_size()  # 16 bytes a thread of each row
-    _combine[(triton.cdiv(D, block), N)](
+    _combine[(cdiv(D, block), N)](
         part, ids, out, D, origin, E, TOP_K=ids.shape[1], BLOCK=block, PDL=pdl, num_warps=4, launch_pdl=pdl
     )
     return out
@@ -318,7 +318,7 @@ def combine(
 
 def _swapped(x: Float[Tensor, "N K"], outer: int, inner: int, columns: int) -> Float[Tensor, "N {columns}"]:
     out, block = x.new_empty(len(x), columns), 4096
-    _swap[(triton.cdiv(out.numel(), block),)](
+    _swap[(cdiv(out.numel(), block),)](
         x, out, out.numel(), x.shape[1], COLUMNS=columns, FROM=outer, TO=inner, BLOCK=block, num_warps=8
     )
     return out
@@ -354,7 +354,7 @@ def _packed_few(
         product[(tiles, N * k if one else len(expert))](
             x, matrix.weight, scale_words(matrix), *outer_scale(matrix, weights), expert, slots, weights, out, *rates,
             origin, E, K=x.shape[1], TILES=tiles, STEPS=steps, WIDTH=rows, TOP_K=k, NVFP4=nvfp4, FIRST=first, ONE=one,
-            PADDED=triton.next_power_of_2(steps * 256), NEAR=near(x.dtype), num_warps=4, launch_pdl=True,
+            PADDED=next_power_of_2(steps * 256), NEAR=near(x.dtype), num_warps=4, launch_pdl=True,
         )  # fmt: skip
         return out
 
@@ -408,7 +408,7 @@ def _packed_many(
 
     def run(x: Tensor, matrix: ExpertMatrix, out: Tensor, first: bool) -> Tensor:
         tiles, steps = matrix.weight.shape[1:3]
-        tile_product[(triton.cdiv(tiles, 4), len(expert))](
+        tile_product[(cdiv(tiles, 4), len(expert))](
             x, matrix.weight, scale_words(matrix), *outer_scale(matrix, weights), expert, slots, weights, out, *rates,
             TILES=tiles, STEPS=steps, X_STRIDE=x.shape[1], WIDTH=out.shape[1], TOP_K=k, NVFP4=nvfp4, FIRST=first,
             NEAR=near(x.dtype), num_warps=8,
@@ -456,7 +456,7 @@ def _released(
         if form != DENSE:
             codes, scale = codes.view(torch.uint8), matrix.scale.contiguous().view(torch.uint8)
         rows = 64
-        _released_product[(triton.cdiv(codes.shape[1], rows), len(expert))](
+        _released_product[(cdiv(codes.shape[1], rows), len(expert))](
             x, codes, scale, *outer_scale(matrix, weights), expert, slot, weights, out, *rates, K=x.shape[1],
             N=codes.shape[1], TOP_K=k, FORMAT=form, FIRST=first, SLOTS=slots, ROWS=rows, STEP=64, NEAR=near(x.dtype),
         )  # fmt: skip

@@ -291,7 +291,7 @@ def softcapped_swiglu(gate_up: Float[Tensor, "N rows"], gate_cap: float, up_cap:
     gate_up = gate_up.contiguous()
     out = torch.empty(N, rows // 2, dtype=gate_up.dtype, device=gate_up.device)
     block = 1024
-    _softcapped_swiglu[(triton.cdiv(out.numel(), block),)](
+    _softcapped_swiglu[(cdiv(out.numel(), block),)](
         gate_up, out, out.numel(), 2 / gate_cap, 2 / up_cap, gate_cap * up_cap / 4, BLOCK=block,
         NEAR=near(out.dtype), num_warps=4,
     )  # fmt: skip

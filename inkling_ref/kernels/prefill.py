@@ -27,10 +27,10 @@ Sink and gate are an epilogue, as in `kernels.decode`. What `suits` refuses, `ke
 """
 
 import math
+from functools import cache
 from typing import no_type_check
 
 import torch
-import triton
 from jaxtyping import Float
 from torch import Tensor
 from triton.experimental import gluon
@@ -44,7 +44,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from . import LOG2E, adjacent, prepared, processors
+from . import LOG2E, adjacent, cdiv, prepared, processors
 from .approximate import reciprocal
 
 _STAGES: gl.constexpr = gl.constexpr(2)  # steps of keys and values in shared memory
@@ -399,6 +399,12 @@ def _falling(profiles: Float[Tensor, "R X"]) -> Tensor:
     return rows.view(torch.int32)
 
 
+@cache
+def _tile_layout(d: int) -> gl.NVMMASharedLayout:
+    """In shared memory, of 128 keys or values. Kept, as Triton takes 11 us to find it."""
+    return gl.NVMMASharedLayout.get_default_for([1, 1, 128, d], gl.bfloat16)
+
+
 def suits(q: Tensor, k: Tensor, v: Tensor, r: Tensor, gate: Tensor, profiles: Tensor, window: int | None) -> bool:
     """Whether a call is one for `attend`: a Hopper GPU, bfloat16, d = 128, R = 16, an even number of heads a key/value
     head, a window of at most X, strides that its wide loads allow, and at least a tile for every processor.
@@ -413,7 +419,7 @@ def suits(q: Tensor, k: Tensor, v: Tensor, r: Tensor, gate: Tensor, profiles: Te
         and (window is None or window <= X)
         and all(u.stride(-1) == 1 and all(n % 8 == 0 for n in u.stride()[:-1]) for u in (q, k, v, r, gate))
         and all(u.data_ptr() % 16 == 0 for u in (q, k, v, r, gate))
-        and B * triton.cdiv(T, 64) * (H // 2) >= processors(q.device)
+        and B * cdiv(T, 64) * (H // 2) >= processors(q.device)
     )
 
 
@@ -438,7 +444,7 @@ def attend(
     out = torch.empty(B, T, H * d, dtype=q.dtype, device=q.device)
     places = list(zip(offsets, first_keys or [0] * B, strict=True))
     parts = [slice(0, B)] if len(set(places)) == 1 else [slice(b, b + 1) for b in range(B)]
-    layout = gl.NVMMASharedLayout.get_default_for([1, 1, 128, d], gl.bfloat16)
+    layout = _tile_layout(d)
     words = r.view(torch.int32)
     for part in parts:
         offset, first = places[part.start]
@@ -448,7 +454,7 @@ def attend(
         k_desc, v_desc = (
             TensorDescriptor(u[part], [n, G, live, d], list(u.stride()), [1, 1, 128, d], layout) for u in (k, v)
         )
-        total = n * triton.cdiv(T, 64) * (H // 2)
+        total = n * cdiv(T, 64) * (H // 2)
         _prefill[(min(total, processors(q.device)),)](
             q[part], k_desc, v_desc, words[part], prepared(profiles, _falling), sink[part], gate[part], out[part],
             offset, first, S, T, total, H // 2, H // G, X, window or 0, 1 / math.sqrt(d),

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from .. import fused
 from ..errors import InputError
-from . import FLOATS, INTERPRETED, adjacent, axes, dependent, expect, processors
+from . import FLOATS, INTERPRETED, adjacent, axes, cdiv, dependent, expect, processors
 from .decode import wait, ways_added
 
 FEW: int = 16  # rows of x up to which the weight's bytes decide; of more, a processor would read x too often
@@ -96,10 +96,10 @@ def choose_tile(N: int, counts: list[int], device: torch.device) -> Tile:
 
     Few programs a processor must take larger steps, to hide what each costs.
     """
-    programs = triton.cdiv(sum(counts), _ROWS * processors(device))  # of a processor
+    programs = cdiv(sum(counts), _ROWS * processors(device))  # of a processor
     wave = programs * processors(device)
-    share = triton.cdiv(sum(counts), wave)
-    while share < _ROWS and sum(triton.cdiv(n, share) for n in counts) > wave:
+    share = cdiv(sum(counts), wave)
+    while share < _ROWS and sum(cdiv(n, share) for n in counts) > wave:
         share += 1
     rows, tokens, ways = 16 if share <= 16 else _ROWS, 8 if N <= 8 else 16, 8 if programs <= 2 else 4
     if INTERPRETED:
@@ -131,7 +131,7 @@ def project(inputs: list[Float[Tensor, "B T D"]], weights: list[Float[Tensor, "_
     xs = adjacent(*(x.flatten(0, 1) for x in inputs))
     out = torch.empty(B, T, sum(counts), dtype=dtype, device=device)
     tile, pdl = choose_tile(B * T, counts, device), dependent(device)
-    _project[(sum(triton.cdiv(n, tile.share) for n in counts),)](
+    _project[(sum(cdiv(n, tile.share) for n in counts),)](
         xs, tuple(w.contiguous() for w in weights), tuple(x.stride(0) for x in xs), out, B * T, sum(counts),
         D=D, COUNTS=tuple(counts), SHARE=tile.share, ROWS=tile.rows, TOKENS=tile.tokens, WAYS=tile.ways, STEP=_STEP,
         STAGES=tile.stages, PDL=pdl, num_warps=tile.ways,

@@ -24,7 +24,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..errors import InputError
-from . import FLOATS, INTEGERS, LOG2E, axes, dependent, expect, prepared
+from . import FLOATS, INTEGERS, LOG2E, axes, cdiv, dependent, expect, next_power_of_2, prepared
 from .approximate import log2, reciprocal
 from .short_conv import (
     SHORT,
@@ -232,7 +232,7 @@ def choose_tile(T: int, H: int, G: int) -> Tile:
     """Up to 16 tokens are one run, cut small. Long calls have larger programs: too many would start too slowly."""
     if T <= SHORT:
         return Tile(T, 1, 8 if T == 1 else 2, 16, warps=1)
-    heads, q_heads, r_heads = (min(most, triton.next_power_of_2(n)) for most, n in ((4, G), (8, H), (64, H)))
+    heads, q_heads, r_heads = (min(most, next_power_of_2(n)) for most, n in ((4, G), (8, H), (64, H)))
     return Tile(4, heads, q_heads, r_heads, warps=2)
 
 
@@ -310,14 +310,14 @@ def prepare_qkv(
         k_dynamic = v_dynamic = q  # not read
     if state is not None:
         check_state("prepare_qkv", state, rejected, (B, T, 2 * G * d), K, tile.tokens)
-    width, r_width = triton.next_power_of_2(d), triton.next_power_of_2(R)
+    width, r_width = next_power_of_2(d), next_power_of_2(R)
     q_out = torch.empty(B, T, H, d, dtype=q.dtype, device=q.device)
     r_out = torch.empty(B, T, H, R, dtype=r.dtype, device=r.device)
     pdl = dependent(q.device)
     floor, alpha = log_scaling or (1.0, 0.0)
     page = 0 if table is None else keys.shape[2]
-    parts = triton.cdiv(H, tile.q_heads) + triton.cdiv(H, tile.r_heads) + 2 * triton.cdiv(G, tile.heads)
-    _prepare[(parts * triton.cdiv(T, tile.tokens), B)](
+    parts = cdiv(H, tile.q_heads) + cdiv(H, tile.r_heads) + 2 * cdiv(G, tile.heads)
+    _prepare[(parts * cdiv(T, tile.tokens), B)](
         q, r, k, v, q_scale, r_scale, k_taps, v_taps, k_dynamic, v_dynamic,
         keys, values, lengths, table if page else q, state if N else q, rejected,
         positions if log_scaling else None, document_position if document_position is not None else q,

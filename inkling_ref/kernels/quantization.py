@@ -58,7 +58,7 @@ from ..quantization import (
     nvfp4_limit,
     stored_layout,
 )
-from . import FLOATS, INTERPRETED, axes, expect
+from . import FLOATS, INTERPRETED, axes, cdiv, expect
 from .approximate import reciprocal, with_sign
 
 # Blocks that a program encodes at a time: quickly, one warp in which a thread holds a whole block; and literally.
@@ -509,7 +509,7 @@ def largest(w: Float[Tensor, "E N K"]) -> Float[Tensor, " E"]:
     w = w.contiguous()
     size, block, steps = w[0].numel(), 4096, 8
     amax = torch.zeros(len(w), dtype=torch.int32, device=w.device)
-    _largest[(triton.cdiv(size, block * steps), len(w))](w, amax, size, BLOCK=block, STEPS=steps)
+    _largest[(cdiv(size, block * steps), len(w))](w, amax, size, BLOCK=block, STEPS=steps)
     return amax.view(torch.float32)
 
 
@@ -565,7 +565,7 @@ def mxfp8_encode(w: Float[Tensor, "E N K"]) -> tuple[Float[Tensor, "E N K"], UIn
     values = torch.empty(w.shape, dtype=torch.uint8, device=w.device)
     scales = torch.empty(*w.shape[:-1], w.shape[-1] // GROUP[MXFP8], dtype=torch.uint8, device=w.device)
     blocks, lanes = scales.numel(), 128
-    _mxfp8[(triton.cdiv(blocks, lanes),)](w.contiguous(), values, scales, blocks, LANES=lanes, enable_fp_fusion=False)
+    _mxfp8[(cdiv(blocks, lanes),)](w.contiguous(), values, scales, blocks, LANES=lanes, enable_fp_fusion=False)
     return values.view(torch.float8_e4m3fn), scales
 
 
@@ -620,7 +620,7 @@ def fake_mxfp8(x: Float[Tensor, "*rows K"]) -> Float[Tensor, "*rows K"]:
     x = x.contiguous()
     out, blocks, lanes = torch.empty_like(x), x.numel() // GROUP[MXFP8], 64
     if blocks:
-        _fake_mxfp8[(triton.cdiv(blocks, lanes),)](x, out, blocks, LANES=lanes, enable_fp_fusion=False)
+        _fake_mxfp8[(cdiv(blocks, lanes),)](x, out, blocks, LANES=lanes, enable_fp_fusion=False)
     return out
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..residual import SOURCE_EPS
-from . import FLOATS, INTERPRETED, LOG2E, axes, expect, prepared, processors
+from . import FLOATS, INTERPRETED, LOG2E, axes, expect, next_power_of_2, prepared, processors
 from .short_conv import RUN, check_state, rolling_short_conv, token_major
 
 _CHUNK: int = 512
@@ -249,7 +249,7 @@ def _programs(
     _mix_and_norm[(N,)](
         y, blocks, partial, queries, tuple(norm_weights), out, N, n, D, block_t, partial_t, SOURCE_EPS, eps,
         LOG2E / math.sqrt(D),
-        D=D, Q=Q, CHUNK=min(_CHUNK, triton.next_power_of_2(D)), MIX=queries is not None, JOIN=y is not None,
+        D=D, Q=Q, CHUNK=min(_CHUNK, next_power_of_2(D)), MIX=queries is not None, JOIN=y is not None,
         OPENS=opens, ENDS=ends, STAGES=3, num_warps=max(1, min(warps, D // 512)), maxnreg=registers,
     )  # fmt: skip
 

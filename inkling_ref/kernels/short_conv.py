@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..errors import InputError
-from . import FLOATS, INTEGERS, adjacent, axes, dependent, expect, prepared
+from . import FLOATS, INTEGERS, adjacent, axes, cdiv, dependent, expect, next_power_of_2, prepared
 
 RUN: int = 8  # of a run of a long call
 SHORT: int = 16  # calls of so many tokens are one run
@@ -249,15 +249,15 @@ def _launch(
     tokens = T if T <= SHORT else RUN if dynamic is None else RUN // 2  # taps take registers
     if dynamic is None:
         # A short call of few rows is cut small, one of many rows not: its programs would start too slowly.
-        width = min(64 if T <= SHORT and B <= 16 else 512, triton.next_power_of_2(C))
+        width = min(64 if T <= SHORT and B <= 16 else 512, next_power_of_2(C))
         heads, terms = 1, K + 1
     else:
         width = C // dynamic.shape[2]
-        heads, terms = min(4 if T > SHORT else 2, triton.next_power_of_2(dynamic.shape[2])), 2 * K + 1
-    block = triton.next_power_of_2(width)
+        heads, terms = min(4 if T > SHORT else 2, next_power_of_2(dynamic.shape[2])), 2 * K + 1
+    block = next_power_of_2(width)
     pdl = dependent(x.device)
     out = torch.empty(B, T, C, dtype=x.dtype, device=x.device)
-    _convolve[(triton.cdiv(C, width * heads), triton.cdiv(T, tokens), B)](
+    _convolve[(cdiv(C, width * heads), cdiv(T, tokens), B)](
         x, taps, dynamic, document_position, state, rejected, out, T, first, C, *x.stride()[:2], taps.stride(0),
         *((0, 0) if dynamic is None else dynamic.stride()[:2]), *(state.stride()[:2] if N else (0, 0)),
         1 / math.sqrt(terms),
