@@ -40,7 +40,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..errors import InputError
-from . import FLOATS, adjacent, arrivals, axes, dependent, expect, prepared, processors
+from . import FLOATS, adjacent, arrivals, axes, cdiv, dependent, expect, next_power_of_2, prepared, processors
 from .approximate import TO_BASE2
 
 LOWEST: tl.constexpr = tl.constexpr(-1e30)  # stands for -inf where a difference of two must not be NaN
@@ -410,12 +410,12 @@ def choose_tile(rows: int, heads: int, window: int | None, processors: int, elem
         tile = Tile(16, processors, 1, 2, 2, 4, 2)
     elif window is not None:
         keys, ways = (64, 4) if rows <= 16 else (32, 1)
-        steps = triton.cdiv(window, keys) + 2
+        steps = cdiv(window, keys) + 2
         tile = Tile(keys, min(64 // keys * processors + heads, steps * heads), ways, 2, 3, 4, 1)
     elif rows > 16:
         tile = Tile(64, processors, 1, 4, 3, 4, 4)
-    programs = tile.programs * triton.cdiv(3 * heads, tile.programs)
-    return tile._replace(programs=programs, apart=triton.cdiv(programs, heads) * rows > WITHIN)
+    programs = tile.programs * cdiv(3 * heads, tile.programs)
+    return tile._replace(programs=programs, apart=cdiv(programs, heads) * rows > WITHIN)
 
 
 def check_operands(
@@ -485,7 +485,7 @@ def attend_split(
         page, pages, S = S, table.shape[1], S * table.shape[1]
     if tile is None:
         tile = choose_tile(T * Q, B * G, window, processors(q.device), q.element_size())
-    programs, pairs, width = tile.programs, triton.next_power_of_2(T * Q), triton.next_power_of_2(d)
+    programs, pairs, width = tile.programs, next_power_of_2(T * Q), next_power_of_2(d)
     block = min(width, 2**12 // pairs)
     out = torch.empty(B, T, H * d, dtype=q.dtype, device=q.device)
     part = torch.empty(programs, T * Q, d, dtype=torch.float32, device=q.device)
@@ -496,7 +496,7 @@ def attend_split(
         lengths, first, table = (u.contiguous() if isinstance(u, Tensor) else u for u in (lengths, first, table))
     length, lengths = (0, lengths) if isinstance(lengths, Tensor) else (lengths, None)
     first_key, first = (0, first) if isinstance(first, Tensor) else (first, None)
-    pdl, splits = dependent(q.device), triton.next_power_of_2(triton.cdiv(programs, B * G))
+    pdl, splits = dependent(q.device), next_power_of_2(cdiv(programs, B * G))
     common = {
         "B": B, "T": T, "G": G, "Q": Q, "d": d, "X": X, "W": window or 0, "PAGE": page, "KEYS": tile.keys,
         "PROGRAMS": programs, "PADDED_B": next_power_of_2(B), "NEAR": tile.near_weight, "DEPENDENT": pdl,
@@ -508,13 +508,13 @@ def attend_split(
         None if tile.apart else arrivals(q.device, B * G), lengths, first, length, first_key, S, pages,
         1 / math.sqrt(d), *q.stride()[:3], *k.stride()[:2], *v.stride()[:2], *r.stride()[:3], *strides,
         R=R, K_S=k.stride(2), V_S=v.stride(2), ROWS=16 if T * Q <= 16 else 64, WAYS=tile.ways, WIDTH=max(16, width),
-        DEPTH=max(16, triton.next_power_of_2(T * R)), PAIRS=pairs, STAGES=tile.stages, NEAR_STAGES=tile.near_stages,
+        DEPTH=max(16, next_power_of_2(T * R)), PAIRS=pairs, STAGES=tile.stages, NEAR_STAGES=tile.near_stages,
         EARLY=early, APART=tile.apart, SPLITS=min(splits, AT_ONCE // (pairs * block)),
         BLOCK=block, num_warps=tile.warps, **common,
     )  # fmt: skip
     if tile.apart:
         block = min(32, width)
-        _combine[(B * T * H, triton.cdiv(d, block))](
+        _combine[(B * T * H, cdiv(d, block))](
             part, log, sink, gate, out, lengths, first, length, first_key, S, *strides,
             SPLITS=min(256, splits), BLOCK=block, num_warps=4, **common,
         )  # fmt: skip

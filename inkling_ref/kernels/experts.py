@@ -35,7 +35,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from .. import quantization
 from ..errors import InputError
 from ..moe import ExpertMatrix
-from . import FLOATS, INTEGERS, INTERPRETED, axes, expect, processors
+from . import FLOATS, INTEGERS, INTERPRETED, axes, cdiv, expect, next_power_of_2, processors
 from .approximate import near, swiglu
 from .experts_hopper import product, tile_product, token_product
 from .packing import ROWS, is_packed, packed_layout
@@ -287,8 +287,8 @@ def plan(
         )  # fmt: skip
         return expert, slot
     block = 128 if pairs <= 128 * PROGRAMS else 256
-    steps = triton.cdiv(pairs, block * PROGRAMS)
-    programs = triton.cdiv(pairs, block * steps)
+    steps = cdiv(pairs, block * PROGRAMS)
+    programs = cdiv(pairs, block * steps)
     count = torch.empty(programs, padded, dtype=torch.int32, device=device)
     _count[(programs,)](
         ids, count, pairs, steps, origin, E, BLOCK=block, PADDED_E=padded, PDL=pdl, num_warps=4, launch_pdl=pdl
@@ -382,7 +382,7 @@ def _packed_token(
         token_product[(resident * processors(x.device),)](
             x, matrix.weight, scale_words(matrix), *outer_scale(matrix, weights), ids, weights, out, *rates, origin, E,
             K=x.shape[1], TILES=tiles, STEPS=steps, WIDTH=out.shape[1], TOP_K=k, NVFP4=nvfp4, FIRST=first,
-            NEAR=near(x.dtype), PADDED=max(512, triton.next_power_of_2(steps * 256)), AHEAD=min(steps, 9),
+            NEAR=near(x.dtype), PADDED=max(512, next_power_of_2(steps * 256)), AHEAD=min(steps, 9),
             RESIDENT=resident, num_warps=4, maxnreg=REGISTERS // (128 * resident) // 8 * 8, launch_pdl=True,
         )  # fmt: skip
         return out

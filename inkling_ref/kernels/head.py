@@ -23,7 +23,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..fused import check_draw, inverse
-from . import FLOATS, INTEGERS, adjacent, axes, dependent, expect
+from . import FLOATS, INTEGERS, adjacent, axes, cdiv, dependent, expect, next_power_of_2
 from .approximate import log2, tanh
 
 WORST = tl.constexpr(2**63 - 1)  # no score packs to more
@@ -169,11 +169,11 @@ def sample_head(
     expect("sample_head", INTEGERS, seeds=(seeds, (N,)), positions=(positions, (N,)))
     seeds, positions = drawn_with(temperature, seeds, positions)
     (hidden,), weight, pdl = adjacent(hidden), weight.contiguous(), dependent(hidden.device)
-    rows = min(64, max(16, triton.next_power_of_2(N)))
+    rows = min(64, max(16, next_power_of_2(N)))
     ids, columns, stages, warps = (64, 256, 5, 4) if rows == 16 else (128, 128, 4, 8)
-    tiles = triton.cdiv(V, ids)
+    tiles = cdiv(V, ids)
     best = torch.empty(N, tiles, dtype=torch.int64, device=hidden.device)
-    _best_token[(tiles, triton.cdiv(N, rows))](
+    _best_token[(tiles, cdiv(N, rows))](
         hidden, weight, best, seeds, positions, N, V, hidden.stride(0), cap,
         inverse(temperature), D=D, STEP=columns // weight.element_size(), IDS=ids,
         ROWS=rows, SAMPLE=temperature > 0, STAGES=stages, PDL=pdl, num_warps=warps,
@@ -181,8 +181,8 @@ def sample_head(
     token = torch.empty(N, dtype=torch.int64, device=hidden.device)
     logit = torch.empty(N, dtype=torch.float64, device=hidden.device)
     _best_of_tiles[(N,)](
-        best, hidden, weight, token, logit, tiles, hidden.stride(0), first, D=D, TILES=triton.next_power_of_2(tiles),
-        COLUMNS=triton.next_power_of_2(D), PDL=pdl, num_warps=8, launch_pdl=pdl,
+        best, hidden, weight, token, logit, tiles, hidden.stride(0), first, D=D, TILES=next_power_of_2(tiles),
+        COLUMNS=next_power_of_2(D), PDL=pdl, num_warps=8, launch_pdl=pdl,
     )  # fmt: skip
     return token, logit
 
@@ -197,9 +197,9 @@ def elect(tokens: Int[Tensor, "ranks N"], logits: Float[Tensor, "ranks N"], not_
     expect("elect", (torch.int64,), tokens=(tokens, (ranks, N)))
     expect("elect", (torch.float64,), logits=(logits, (ranks, N)))
     (tokens, logits), pdl = adjacent(tokens, logits), dependent(tokens.device)
-    out, rows = torch.empty(N, dtype=torch.int64, device=tokens.device), min(64, triton.next_power_of_2(N))
-    _elect[(triton.cdiv(N, rows),)](
+    out, rows = torch.empty(N, dtype=torch.int64, device=tokens.device), min(64, next_power_of_2(N))
+    _elect[(cdiv(N, rows),)](
         tokens, logits, out, ranks, N, tokens.stride(0), logits.stride(0), not_finite,
-        RANKS=triton.next_power_of_2(ranks), ROWS=rows, PDL=pdl, num_warps=1, launch_pdl=pdl,
+        RANKS=next_power_of_2(ranks), ROWS=rows, PDL=pdl, num_warps=1, launch_pdl=pdl,
     )  # fmt: skip
     return out

@@ -30,7 +30,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..errors import InputError
-from . import FLOATS, adjacent, arrivals, axes, dependent, expect, prepared
+from . import FLOATS, adjacent, arrivals, axes, cdiv, dependent, expect, next_power_of_2, prepared
 from .approximate import TO_BASE2, exp2, near, reciprocal, swiglu
 
 _FEW: int = 16  # rows up to which the router reads the float32 weight
@@ -241,10 +241,10 @@ def route(
     if N <= _FEW:
         w, terms = weight.float().contiguous(), 1 if N == 1 else _TERMS.get(h.dtype, 1)  # one row shares no work
         experts, step, steps, warps = (1, 512, 9, 4) if N == 1 else (4, 128, 9, 4) if terms == 1 else (16, 32, 32, 8)
-        rows = max(1 if terms == 1 else 8, triton.next_power_of_2(N))  # the matrix unit has 8 and more
-        slices = triton.cdiv(D, step * steps)
+        rows = max(1 if terms == 1 else 8, next_power_of_2(N))  # the matrix unit has 8 and more
+        slices = cdiv(D, step * steps)
         logits = torch.empty(slices, N, E, dtype=torch.float32, device=h.device)
-        _route_few[(triton.cdiv(E, experts), slices)](
+        _route_few[(cdiv(E, experts), slices)](
             h, w, bias, logits, arrivals(h.device, 1), weights, ids, N, h.stride(0), scale, D=D, E=E, ROWS=rows,
             EXPERTS=experts, STEP=step, STEPS=steps, TERMS=terms, k=k, NORMALIZE=normalize, WARPS=warps, PDL=pdl,
             num_warps=warps,
@@ -255,12 +255,12 @@ def route(
     terms = prepared(weight, bfloat16_terms if h.dtype == torch.bfloat16 else _one_term).flatten(0, 1)
     h = _aligned(h if h.dtype == torch.bfloat16 else h.float())
     tile, step = (128, 64) if h.dtype == torch.bfloat16 else (64, 32)
-    tiles = (triton.cdiv(E, tile), triton.cdiv(N, tile))
+    tiles = (cdiv(E, tile), cdiv(N, tile))
     slices = _slices(tiles[0] * tiles[1])
     logits = torch.empty(slices, N, E, dtype=torch.float32, device=h.device)
     _logits[(*tiles, slices)](
         *(TensorDescriptor.from_tensor(t, [tile, step]) for t in (h, terms)), logits, N, E,
-        step * triton.cdiv(D, step * slices), TERMS=len(terms) // E, TILE=tile, STEP=step, STAGES=3, num_warps=8,
+        step * cdiv(D, step * slices), TERMS=len(terms) // E, TILE=tile, STEP=step, STAGES=3, num_warps=8,
     )  # fmt: skip
     _choose[(N,)](
         logits, bias, weights, ids, N, scale, E=E, SLICES=slices, k=k, NORMALIZE=normalize, PDL=pdl, num_warps=1,

@@ -529,7 +529,7 @@ def nvfp4_encode(
     scales = torch.empty(E, N, K // GROUP[NVFP4], dtype=torch.uint8, device=w.device)
     blocks = scales[0].numel()
     tiles = _tiles(E, blocks, w.device)
-    _nvfp4[(triton.cdiv(blocks, LANES * tiles), E)](
+    _nvfp4[(cdiv(blocks, LANES * tiles), E)](
         _aligned(w), codes.view(torch.int32), scales, amax.contiguous(), denominator, blocks, LANES=LANES, PART=PART,
         TILES=tiles, ASSEMBLY=_converts(w.device), num_warps=1, maxnreg=64, enable_fp_fusion=False,
     )  # fmt: skip
@@ -627,9 +627,9 @@ def fake_mxfp8(x: Float[Tensor, "*rows K"]) -> Float[Tensor, "*rows K"]:
 def _tiles(experts: int, blocks: int, device: torch.device) -> int:
     """How many times LANES blocks a program encodes: programs shall fill whole waves of what the GPU holds."""
     processors = 1 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
-    tiles, wave = experts * triton.cdiv(blocks, LANES), RESIDENT * processors
-    waves = triton.cdiv(tiles, wave * MOST_TILES)
-    return max(1, min(triton.cdiv(tiles, waves * wave), blocks // LANES))
+    tiles, wave = experts * cdiv(blocks, LANES), RESIDENT * processors
+    waves = cdiv(tiles, wave * MOST_TILES)
+    return max(1, min(cdiv(tiles, waves * wave), blocks // LANES))
 
 
 def _aligned(w: Tensor) -> Tensor:
