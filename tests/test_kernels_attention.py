@@ -194,8 +194,9 @@ def test_graphs_count_apart():
 
 @triton.jit
 def _splits(out_ptr, lengths_ptr, S, B: tl.constexpr, PROGRAMS: tl.constexpr, PADDED_B: tl.constexpr):
-    args = (lengths_ptr, None, 0, 0, S, B, 2, 1, 0, 1024, 64, 0, 2, PROGRAMS, PADDED_B)
-    _, _, chunk, splits, _ = decode_kernel._share(*args)
+    _, _, chunk, splits, _ = decode_kernel._share(
+        lengths_ptr, None, 0, 0, S, B, 2, 1, 0, 1024, 64, 0, 2, PROGRAMS, PADDED_B
+    )
     b = tl.arange(0, PADDED_B)
     tl.store(out_ptr + b, splits, mask=b < B)
     tl.store(out_ptr + B, chunk)

@@ -101,7 +101,8 @@ def _inverse(u):
     """1 / u as a sum of two floats, the first one correctly rounded: the step is that of `rcp.rn.f32`."""
     r = reciprocal(u)
     r = tl.fma(tl.fma(r * -1.0, u, 1.0), r, r)  # not -r, which would be 0 - r
-    return r, r * tl.fma(r * -1.0, u, 1.0)
+    rest = tl.fma(r * -1.0, u, 1.0)
+    return r, r * tl.fma(rest, rest, rest)  # its square counts: RN(0.5 / (2 - 2^-23)) is not 0.25
 
 
 # Left alone, the compiler clears the sign of every second number where it unpacks them: an instruction too many.
