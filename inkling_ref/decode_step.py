@@ -289,8 +289,8 @@ class DecodeStep:
         self.layers = [LayerState(layer, self.ranks, *sizes) for layer in model.llm.layers]
         self.blocks, self.partial = self._depth(batch_size, tokens)
         self.ids = torch.zeros(batch_size, tokens, dtype=torch.int64, device=device)
-        self.counts = torch.zeros(2, batch_size, dtype=torch.int32, device=device)
-        self.lengths, self.rejected = self.counts
+        self.lengths_rejected = torch.zeros(2, batch_size, dtype=torch.int32, device=device)
+        self.lengths, self.rejected = self.lengths_rejected
         self.seeds = torch.zeros(batch_size, dtype=torch.int64, device=device)
         self.hidden: Tensor | None = None
         self.taps: dict[int, Tensor] = {}  # of the newest call, by layer id, [B, T, D]: see `dspark.observe`
@@ -489,8 +489,8 @@ class DecodeStep:
         self.ids.copy_(ids)
         lengths = [n if u else -T for n, u in zip(begins, used, strict=True)]
         # From pinned memory, so that the host need not wait: PyTorch does not reuse it before it is read.
-        counts = torch.tensor([lengths, rejected], dtype=torch.int32, pin_memory=self.ids.is_cuda)
-        self.counts.copy_(counts, non_blocking=True)
+        both = torch.tensor([lengths, rejected], dtype=torch.int32, pin_memory=self.ids.is_cuda)
+        self.lengths_rejected.copy_(both, non_blocking=True)
         if self.graph is None:
             self.hidden = self.forward()
         else:

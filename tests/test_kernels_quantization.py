@@ -19,6 +19,7 @@ import inkling_ref as ir
 from inkling_ref import quantization as reference
 from inkling_ref.backends import Backend
 from inkling_ref.errors import InputError
+from inkling_ref.kernels import processors
 from inkling_ref.kernels import quantization as kernel
 from inkling_ref.kernels.backend import triton_backend
 from inkling_ref.measure.bench import harness
@@ -418,8 +419,8 @@ def test_nvfp4_by_as_many_blocks_at_a_time_as_on_a_gpu(E, N, K, assembly, monkey
 
 
 @needs_device
-def test_programs_fill_whole_waves(monkeypatch):
-    wave = kernel.RESIDENT * (1 if INTERPRETED else torch.cuda.get_device_properties(DEVICE).multi_processor_count)
+def test_programs_fill_whole_waves():
+    wave = kernel.RESIDENT * processors(torch.device(DEVICE))
     for experts, matrix in ((1, 10 * wave), (8, 10 * wave), (3, 7 * wave // 2), (1, 1)):  # in tiles
         tiles = kernel._tiles(experts, matrix * kernel.LANES, torch.device(DEVICE))
         waves = experts * matrix / tiles / wave

@@ -81,7 +81,8 @@ def test_prompts(lengths, chunks):
 
 def test_step_takes_the_kernels_with_a_model_on_them():
     report = step_backend(triton_backend()).report()
-    assert {"attend_cache", "embed_and_norm", "join_and_mix", "prepare_qkv", "project", "sample_head"} < report.keys()
+    fused = {"attend_cache", "elect", "embed_and_norm", "join_and_mix", "prepare_qkv", "project", "sample_head"}
+    assert fused < report.keys()
     assert all(place.startswith("inkling_ref.kernels.") for place in report.values())
 
 

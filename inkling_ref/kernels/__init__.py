@@ -104,7 +104,7 @@ def dependent(device: torch.device) -> bool:
     return not INTERPRETED and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-_RESERVE: int = 2**16
+_RESERVE: int = 2**17
 _ARRIVALS: dict[tuple[torch.device, int], Tensor] = {}  # of each device and stream
 _SPARE: dict[torch.device, list[Tensor]] = {}  # what graphs take from; kept, as they hold its addresses
 _TAKING = Lock()
@@ -114,10 +114,11 @@ def arrivals(device: torch.device, count: int) -> Int[Tensor, " some"]:
     """At least `count` zeros in int32: programs count here which of them is the last, and that one puts the zero back.
 
     Calls on one stream share them, as one follows the other. A graph may be replayed beside anything else, so each call
-    in it has its own, from a reserve that calls outside graphs have filled: no replay writes zeros first.
+    in it has its own for good, from a reserve that calls outside graphs have filled: no replay writes zeros first.
     """
     if INTERPRETED:
         return torch.zeros(count, dtype=torch.int32)
+    count = 4 * cdiv(count, 4)  # aligned as those outside graphs, or capturing would compile the kernels again
     with _TAKING:
         spare = _SPARE.setdefault(device, [])
         if torch.cuda.is_current_stream_capturing():

@@ -75,6 +75,13 @@ def with_sign(x, of):
 
 @triton.jit
 @no_type_check
+def comparable(bits, most):
+    """Bits of floats as integers in the same order: of negative ones all but the sign, `most`, are turned over."""
+    return tl.where(bits < 0, bits ^ most, bits)
+
+
+@triton.jit
+@no_type_check
 def tanh(x):
     """In float32 to the last few bits."""
     top, below = tanh_fraction(2 * x, 0.25)

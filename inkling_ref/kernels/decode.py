@@ -5,10 +5,10 @@ key/value head, so that a key is read once for all of them. The relative bias is
 
 **Splits.** Few rows leave processors idle, so the keys of every (batch row, key/value head) are cut into splits, and
 each program takes one. Which one follows from the lengths, and every program works it out for itself (`_share`): the
-steps of all rows, in which a step with a bias counts `near_weight` times, are dealt out in equal chunks, the smallest
-for which the programs suffice. The launch depends on the batch only, so a CUDA graph can replay it while rows grow; a
-long row gets more splits than a short one; a program without a share leaves. A split writes its normalised sum and the
-logarithm of its weight, and the splits of a row are added up:
+steps of all rows, in which a step with a bias counts `near_weight` times, are dealt out in equal chunks, nearly the
+smallest for which the programs suffice. The launch depends on the batch only, so a CUDA graph can replay it while rows
+grow; a long row gets more splits than a short one; a program without a share leaves. A split writes its normalised sum
+and the logarithm of its weight, and the splits of a row are added up:
 
 $$ o = \sum_i 2^{L_i - L} o_i, \qquad L = \log_2 \sum_i 2^{L_i} $$
 
@@ -107,8 +107,8 @@ def _share(
         most = total // max(PROGRAMS - B * G, 1) + 1
         for _ in tl.static_range(4):
             middle = (chunk + most) // 2
-            fits = tl.sum((cost + middle - 1) // middle, 0) * G <= PROGRAMS
-            chunk, most = tl.where(fits, chunk, middle + 1), tl.where(fits, middle, most)
+            enough = tl.sum((cost + middle - 1) // middle, 0) * G <= PROGRAMS
+            chunk, most = tl.where(enough, chunk, middle + 1), tl.where(enough, middle, most)
         chunk = most
     splits = (cost + chunk - 1) // chunk
     return o, f, chunk, splits, tl.cumsum(splits, 0) * G
@@ -192,7 +192,7 @@ def _combined(
     top = tl.full(pairs.shape, LOWEST, tl.float32)
     total = tl.full(pairs.shape, 0.0, tl.float32)
     acc = tl.full(mask.shape, 0.0, tl.float32)
-    for i in range(0, count, SPLITS):  # what other processors wrote: not by way of L1
+    for i in range(0, count, SPLITS):  # what is read once: not by way of L1
         split, live = start + i + each[None, :], i + each[None, :] < count
         log_ptrs = log_ptr + pairs[:, None] * PROGRAMS + split
         log = tl.load(log_ptrs, mask=live & real[:, None], other=LOWEST, cache_modifier=".cg")
@@ -536,11 +536,11 @@ def attend_cache(
     """Twin of `fused.attend_cache`, for up to 8 tokens. The launch does not depend on the lengths.
 
     Slots below `lengths[b]`, `lengths`, `table` and `profiles` are read before the kernels in front have ended; all
-    else, this call's slots among it, after. It is not the last kernel alone that may still be running: `prepare_qkv`
-    and the short convolutions let the next kernel start before they wait for the one in front of them. So between what
+    else, this call's slots among it, after. It is not the last kernel alone that may still be running: `prepare_qkv`,
+    `route` and the short convolutions let the next kernel start before they wait for the one in front. So between what
     wrote those four and this call there must be a kernel that lets the next one start only when all before itself have
     ended: one that was launched without programmatic dependence, as any PyTorch operation is, or one that waits first,
-    as `project` does in `DecodeStep`.
+    as `project` does in `DecodeStep`. (Lengths that change meanwhile would leave a wrong count for later calls.)
 
     Args:
         lengths, table: int32. Pages have 64 slots or a multiple. That lengths leave room for T tokens, and that the

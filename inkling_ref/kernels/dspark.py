@@ -25,7 +25,7 @@ from ..errors import InputError
 from ..fused import inverse
 from . import FLOATS, INTEGERS, axes, cdiv, dependent, expect, next_power_of_2, processors
 from .approximate import tanh
-from .head import drawn_with, gumbel, packed, uniform
+from .head import WORST, drawn_with, gumbel, packed, uniform
 
 _CHANNELS: int = 8  # of a program of the state's kernel
 
@@ -71,7 +71,7 @@ def _next_state(
     tl.store(s_ptr + out, f * old + (1 - f) * tanh(b + tl.sum(b_in, 1)), mask=own)
     u = tanh(o + tl.sum(o_in, 1))
     tl.store(u_ptr + out, u.to(u_ptr.dtype.element_ty), mask=own)
-    tl.store(best_ptr + k * B + row, 0x7FFFFFFFFFFFFFFF, mask=tl.program_id(0) == 0)
+    tl.store(best_ptr + k * B + row, WORST, mask=tl.program_id(0) == 0)
 
 
 @triton.jit
@@ -101,7 +101,7 @@ def _next_token(
     if SAMPLE:
         seed = tl.load(seed_ptr + rows, mask=rows < B, other=0)
         position = tl.load(position_ptr + rows, mask=rows < B, other=0)
-    best = tl.full([IDS, ROWS], 0x7FFFFFFFFFFFFFFF, tl.int64)
+    best = tl.full([IDS, ROWS], WORST, tl.int64)
     for i in tl.range(tl.program_id(0), tiles, step, num_stages=STAGES):
         ids = (turn + sign * i) * IDS + tl.arange(0, IDS)
         w = tl.load(

@@ -353,7 +353,7 @@ def _packed_few(
         tiles, steps = matrix.weight.shape[1:3]
         product[(tiles, N * k if one else len(expert))](
             x, matrix.weight, scale_words(matrix), *outer_scale(matrix, weights), expert, slots, weights, out, *rates,
-            origin, E, K=x.shape[1], TILES=tiles, STEPS=steps, WIDTH=rows, TOP_K=k, NVFP4=nvfp4, FIRST=first, ONE=one,
+            K=x.shape[1], TILES=tiles, STEPS=steps, WIDTH=rows, TOP_K=k, NVFP4=nvfp4, FIRST=first, ONE=one,
             PADDED=next_power_of_2(steps * 256), NEAR=near(x.dtype), num_warps=4, launch_pdl=True,
         )  # fmt: skip
         return out

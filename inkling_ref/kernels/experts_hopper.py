@@ -202,13 +202,13 @@ LAUNCH = gl.constexpr("griddepcontrol.launch_dependents; // $0")
 @no_type_check
 def product(
     x_ptr, word_ptr, scale_ptr, amax_ptr, denominator_ptr, expert_ptr, slot_ptr, weight_ptr, out_ptr,
-    gate_rate, up_rate, quarter, origin, E,
+    gate_rate, up_rate, quarter,
     K: gl.constexpr, TILES: gl.constexpr, STEPS: gl.constexpr, WIDTH: gl.constexpr, TOP_K: gl.constexpr,
     NVFP4: gl.constexpr, FIRST: gl.constexpr, ONE: gl.constexpr, PADDED: gl.constexpr, NEAR: gl.constexpr,
 ):  # fmt: skip
     """64 rows of one expert against 8 slots: of W13 (FIRST), with SwiGLU, or of W2, times the routing weight.
 
-    ONE: every pair is an item of its own, and `slot_ptr` holds the experts' ids: the E from `origin` on are here.
+    ONE: every pair is an item of its own, and `expert_ptr` holds the experts' ids.
     """
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, k_width=2)
@@ -239,11 +239,7 @@ def product(
     tile, item = gl.program_id(0), gl.program_id(1)
     if FIRST:
         _asm(WAIT)
-    if ONE:
-        expert = gl.load(slot_ptr + item).to(gl.int32) - origin
-        expert = gl.where(expert < E, expert, -1)
-    else:
-        expert = gl.load(expert_ptr + item)
+    expert = gl.load(expert_ptr + item).to(gl.int32)
     if expert >= 0:
         i = gl.arange(0, 2048, layout=WORDS)
         words = word_ptr + (expert.to(gl.int64) * TILES + tile) * (UNITS * 2048) + (i // 512 * (512 * PARTS) + i % 512)

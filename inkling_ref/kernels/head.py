@@ -24,7 +24,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..fused import check_draw, inverse
 from . import FLOATS, INTEGERS, adjacent, axes, cdiv, dependent, expect, next_power_of_2
-from .approximate import log2, tanh
+from .approximate import comparable, log2, tanh
 
 WORST = tl.constexpr(2**63 - 1)  # no score packs to more
 _LN2 = tl.constexpr(0.6931471805599453)
@@ -61,8 +61,7 @@ def gumbel(u):
 def packed(score, ids, V):
     """(score, id) of scores [ids, rows] as integers: least is the largest score, of equals the lowest id; NaN wins."""
     score += 0.0  # -0 equals 0
-    bits = score.to(tl.int32, bitcast=True)
-    bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # float bits in an order that integers share
+    bits = comparable(score.to(tl.int32, bitcast=True), 0x7FFFFFFF)
     bits = tl.where(score != score, 0x7FFFFFFF, bits)
     order = ((-1 - bits).to(tl.int64) << 32) | ids[:, None].to(tl.int64)
     return tl.where(ids[:, None] < V, order, WORST)
@@ -130,8 +129,7 @@ def _elect(
         gdc_wait()
     logit = tl.load(logit_ptr + rank * logit_n + row[None, :], mask=mask, other=0.0) + 0.0  # -0 equals 0
     token = tl.load(token_ptr + rank * token_n + row[None, :], mask=mask, other=0)
-    order = logit.to(tl.int64, bitcast=True)
-    order = tl.where(order < 0, order ^ WORST, order)  # float bits in an order that integers share
+    order = comparable(logit.to(tl.int64, bitcast=True), WORST)
     order = tl.where(logit != logit, WORST, order)
     order = tl.where(rank < ranks, order, -WORST - 1)
     winner = tl.min(tl.where(order == tl.max(order, 0)[None, :], rank, RANKS), 0)
@@ -193,10 +191,12 @@ def elect(tokens: Int[Tensor, "ranks N"], logits: Float[Tensor, "ranks N"], not_
     Raises:
         InputError: see `expect`.
     """
-    ranks, N = axes("elect", "tokens", tokens, 2)
+    ranks, N = axes("elect", "tokens", tokens, 2, batch=2)
     expect("elect", (torch.int64,), tokens=(tokens, (ranks, N)))
     expect("elect", (torch.float64,), logits=(logits, (ranks, N)))
     (tokens, logits), pdl = adjacent(tokens, logits), dependent(tokens.device)
+    if N == 0:
+        return tokens.new_empty(0)
     out, rows = torch.empty(N, dtype=torch.int64, device=tokens.device), min(64, next_power_of_2(N))
     _elect[(cdiv(N, rows),)](
         tokens, logits, out, ranks, N, tokens.stride(0), logits.stride(0), not_finite,

@@ -11,9 +11,10 @@ are added outside it, rounded. A few rows (decoding) are bound by the weight's b
 bytes a number and not 6. Several rows in bfloat16 split it in registers; others multiply in float32.
 
 Choosing takes partial sums of the logits, [slices, N, E], one warp a token. For many rows it is a kernel of its own,
-launched while the product runs; it waits for its end itself (programmatic dependent launch, PDL in the code). For a few
-rows one launch does both: programs count themselves when their sums are written, and the last one, which sees all of
-them, chooses. It adds the same sums in the same order, whichever program it is, and sets the count back to 0.
+launched when the programs of the product end, and not after all that they wrote has arrived: for that it waits itself
+(programmatic dependent launch, PDL in the code). For a few rows one launch does both: programs count themselves when
+their sums are written, and the last one, which sees all of them, chooses. It adds the same sums in the same order,
+whichever program it is, and sets the count back to 0.
 
 **SwiGLU.** One pass over interleaved gate and up columns, with one division for three quotients; see `approximate`.
 """
@@ -31,7 +32,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..errors import InputError
 from . import FLOATS, adjacent, arrivals, axes, cdiv, dependent, expect, next_power_of_2, prepared
-from .approximate import TO_BASE2, exp2, near, reciprocal, swiglu
+from .approximate import TO_BASE2, comparable, exp2, near, reciprocal, swiglu
 
 _FEW: int = 16  # rows up to which the router reads the float32 weight
 _TERMS = {torch.bfloat16: 3}  # into which a few rows of a dtype split it; others: none
@@ -90,10 +91,9 @@ def _best(
     weight = reciprocal(1 + exp2(logit * -TO_BASE2))
     score, bits = weight + bias, weight.to(tl.int32, bitcast=True)
     score = tl.where(score != score, float("inf"), score)  # NaN first, as a sort has it
-    # Float bits in an order that integers share: negative numbers have their other bits turned over. Reductions of 32
-    # bits, for the score, for the lowest id that has it and for its weight, are one instruction each across a warp.
-    order = score.to(tl.int32, bitcast=True)
-    order = tl.where(order < 0, order ^ 0x7FFFFFFF, order)
+    # Reductions of 32 bits, for the score, for the lowest id that has it and for its weight, are one instruction each
+    # across a warp.
+    order = comparable(score.to(tl.int32, bitcast=True), 0x7FFFFFFF)
     order = tl.reshape(tl.where(real, order, -0x80000000), [LINES, ROWS, 32])
     bits, experts = tl.reshape(bits, [LINES, ROWS, 32]), tl.reshape(experts, [LINES, ROWS, 32])
     row, places = first_row + tl.arange(0, ROWS)[:, None], tl.arange(0, PLACES)[None, :]
@@ -224,7 +224,7 @@ def route(
 ) -> tuple[Float[Tensor, "N k"], Int[Tensor, "N k"]]:
     """Twin of `moe.route`: float32 weights and int64 ids, best first, ties to the lower id; NaN counts as largest.
 
-    bfloat16 `h` goes through three bfloat16 products, `h` of another dtype through one in float32.
+    Several rows of bfloat16 go through three bfloat16 products; a single row, and other dtypes, through one in float32.
 
     Raises:
         InputError: see `expect`; for k below 1, or more than there are experts.
@@ -237,7 +237,7 @@ def route(
     ids = torch.empty(N, k, dtype=torch.int64, device=h.device)
     if N == 0:
         return weights, ids
-    (h,), bias, pdl = adjacent(h), bias.contiguous(), dependent(h.device)
+    (h,), b, pdl = adjacent(h), bias.contiguous(), dependent(h.device)
     if N <= _FEW:
         w, terms = weight.float().contiguous(), 1 if N == 1 else _TERMS.get(h.dtype, 1)  # one row shares no work
         experts, step, steps, warps = (1, 512, 9, 4) if N == 1 else (4, 128, 9, 4) if terms == 1 else (16, 32, 32, 8)
@@ -245,25 +245,25 @@ def route(
         slices = cdiv(D, step * steps)
         logits = torch.empty(slices, N, E, dtype=torch.float32, device=h.device)
         _route_few[(cdiv(E, experts), slices)](
-            h, w, bias, logits, arrivals(h.device, 1), weights, ids, N, h.stride(0), scale, D=D, E=E, ROWS=rows,
+            h, w, b, logits, arrivals(h.device, 1), weights, ids, N, h.stride(0), scale, D=D, E=E, ROWS=rows,
             EXPERTS=experts, STEP=step, STEPS=steps, TERMS=terms, k=k, NORMALIZE=normalize, WARPS=warps, PDL=pdl,
             num_warps=warps,
-            # Only where no kernel just before this one writes the weight, which is read before the wait: in a graph.
-            launch_pdl=w is weight and pdl and torch.cuda.is_current_stream_capturing(),
+            # Only where no kernel just before this one writes weight or bias, read before the wait: in a graph.
+            launch_pdl=w is weight and b is bias and pdl and torch.cuda.is_current_stream_capturing(),
         )  # fmt: skip
         return weights, ids
-    terms = prepared(weight, bfloat16_terms if h.dtype == torch.bfloat16 else _one_term).flatten(0, 1)
+    matrices = prepared(weight, bfloat16_terms if h.dtype == torch.bfloat16 else _one_term).flatten(0, 1)
     h = _aligned(h if h.dtype == torch.bfloat16 else h.float())
     tile, step = (128, 64) if h.dtype == torch.bfloat16 else (64, 32)
     tiles = (cdiv(E, tile), cdiv(N, tile))
     slices = _slices(tiles[0] * tiles[1])
     logits = torch.empty(slices, N, E, dtype=torch.float32, device=h.device)
     _logits[(*tiles, slices)](
-        *(TensorDescriptor.from_tensor(t, [tile, step]) for t in (h, terms)), logits, N, E,
-        step * cdiv(D, step * slices), TERMS=len(terms) // E, TILE=tile, STEP=step, STAGES=3, num_warps=8,
+        *(TensorDescriptor.from_tensor(t, [tile, step]) for t in (h, matrices)), logits, N, E,
+        step * cdiv(D, step * slices), TERMS=len(matrices) // E, TILE=tile, STEP=step, STAGES=3, num_warps=8,
     )  # fmt: skip
     _choose[(N,)](
-        logits, bias, weights, ids, N, scale, E=E, SLICES=slices, k=k, NORMALIZE=normalize, PDL=pdl, num_warps=1,
+        logits, b, weights, ids, N, scale, E=E, SLICES=slices, k=k, NORMALIZE=normalize, PDL=pdl, num_warps=1,
         launch_pdl=pdl,
     )  # fmt: skip
     return weights, ids

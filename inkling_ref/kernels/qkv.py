@@ -179,12 +179,15 @@ def _prepare(
             elif part >= 2 * PARTS:
                 _nearer(r_scale_ptr, part - 2 * PARTS, R_HEADS * R, H * R)
             else:
-                value = part >= PARTS
-                head = part - value.to(tl.int32) * PARTS
-                for j in tl.static_range(K):
-                    _nearer(tl.where(value, v_tap_ptr, k_tap_ptr) + j * tap_j, head, HEADS * d, G * d)
+                head = part % PARTS
+                if part < PARTS:
+                    for j in tl.static_range(K):
+                        _nearer(k_tap_ptr + j * tap_j, head, HEADS * d, G * d)
+                else:  # taps may be of two dtypes
+                    for j in tl.static_range(K):
+                        _nearer(v_tap_ptr + j * tap_j, head, HEADS * d, G * d)
                 for n in tl.static_range(N):
-                    row_ptr = state_ptr + b * state_b + n * state_n + value.to(tl.int32) * (G * d)
+                    row_ptr = state_ptr + b * state_b + n * state_n + part // PARTS * (G * d)
                     _nearer(row_ptr, head, HEADS * d, G * d)
         tl.extra.cuda.gdc_wait()
     slot0 = 0

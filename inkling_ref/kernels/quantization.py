@@ -58,7 +58,7 @@ from ..quantization import (
     nvfp4_limit,
     stored_layout,
 )
-from . import FLOATS, INTERPRETED, axes, cdiv, expect
+from . import FLOATS, INTERPRETED, axes, cdiv, expect, processors
 from .approximate import reciprocal, with_sign
 
 # Blocks that a program encodes at a time: quickly, one warp in which a thread holds a whole block; and literally.
@@ -85,14 +85,6 @@ def _nearest(x, LEAST: tl.constexpr, BITS: tl.constexpr):
     SHIFT: tl.constexpr = 2.0 ** (23 - BITS)
     size = tl.maximum(x, 1.25 * LEAST)
     return tl.fma(size, SHIFT, tl.fma(size, -SHIFT, x))
-
-
-@triton.jit
-@no_type_check
-def _signed(x, of):
-    """x, negative where `of` is: a zero too, which has lost its sign."""
-    sign = of.to(tl.int32, bitcast=True) & -0x80000000
-    return (x.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -439,14 +431,14 @@ def _fake_nvfp4(x_ptr, out_ptr, BLOCKS, LANES: tl.constexpr, ASSEMBLY: tl.conste
         if ordinary & (tl.min(ratio, 0) >= 0.015625):
             scale = _nearest(tl.minimum(ratio, 448.0), 0.015625, 3)[:, None]
             r, r_rest = _inverse(scale * outer)
-            v = _signed(_nearest(_quotient(x, r, r_rest, ASSEMBLY), 1.0, 1), x)
-            w = _signed(_nearest(_quotient(y, r, r_rest, ASSEMBLY), 1.0, 1), y)
+            v = with_sign(_nearest(_quotient(x, r, r_rest, ASSEMBLY), 1.0, 1), x)
+            w = with_sign(_nearest(_quotient(y, r, r_rest, ASSEMBLY), 1.0, 1), y)
         else:
             scale = tl.div_rn(tl.div_rn(m, 6.0) * OUTER, amax)
             scale = _nearest(tl.minimum(scale, 448.0), 0.015625, 3)[:, None]
             unit = scale * tl.div_rn(amax, OUTER)
-            v = _signed(_nearest(tl.minimum(tl.div_rn(tl.abs(x), unit), 6.0), 1.0, 1), x)
-            w = _signed(_nearest(tl.minimum(tl.div_rn(tl.abs(y), unit), 6.0), 1.0, 1), y)
+            v = with_sign(_nearest(tl.minimum(tl.div_rn(tl.abs(x), unit), 6.0), 1.0, 1), x)
+            w = with_sign(_nearest(tl.minimum(tl.div_rn(tl.abs(y), unit), 6.0), 1.0, 1), y)
             v, w = tl.where(unit > 0, v, 0.0), tl.where(unit > 0, w, 0.0)
         both = tl.reshape(tl.permute(tl.join(v * scale * outer, w * scale * outer), [0, 2, 1]), [LANES, 16])
         at = block[:, None] * 16 + tl.arange(0, 16)[None, :]
@@ -517,7 +509,7 @@ def largest(w: Float[Tensor, "E N K"]) -> Float[Tensor, " E"]:
 def nvfp4_encode(
     w: Float[Tensor, "E N K"], amax: Float[Tensor, " E"], denominator: float = DENOMINATOR
 ) -> tuple[UInt8[Tensor, "E N half"], Float[Tensor, "E N blocks"]]:
-    """Twin of `quantization.nvfp4_encode`, one pass over w.
+    """Twin of `quantization.nvfp4_encode`, one pass over w, but of a block with NaN the codes and scale are not its.
 
     Raises:
         InputError: columns that are no whole blocks; see `expect`.
@@ -627,8 +619,7 @@ def fake_mxfp8(x: Float[Tensor, "*rows K"]) -> Float[Tensor, "*rows K"]:
 
 def _tiles(experts: int, blocks: int, device: torch.device) -> int:
     """How many times LANES blocks a program encodes: programs shall fill whole waves of what the GPU holds."""
-    processors = 1 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
-    tiles, wave = experts * cdiv(blocks, LANES), RESIDENT * processors
+    tiles, wave = experts * cdiv(blocks, LANES), RESIDENT * processors(device)
     waves = cdiv(tiles, wave * MOST_TILES)
     return max(1, min(cdiv(tiles, waves * wave), blocks // LANES))
 

@@ -4,7 +4,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -47,7 +47,7 @@ def compiled(model: Inkling, length: int) -> StepBackend:
     """
     torch._dynamo.config.recompile_limit = 64  # of an operation: kinds of layers, and of what reads them
     fixed = partial(torch.compile, fullgraph=True, dynamic=False)
-    names = ("embed_and_norm", "project", "prepare_qkv")
+    names = ("embed_and_norm", "project", "prepare_qkv", "elect")
     experts = fixed(gathered_experts.of_rank(model.share.local_experts.start))
 
     def of_rank(*inputs: Any) -> Tensor:
@@ -64,7 +64,9 @@ def compiled(model: Inkling, length: int) -> StepBackend:
     )
 
 
-def likeliest(hidden: Float[Tensor, "N D"], weight: Float[Tensor, "V D"], cap: float, first: int = 0) -> Any:
+def likeliest(
+    hidden: Float[Tensor, "N D"], weight: Float[Tensor, "V D"], cap: float, first: int = 0
+) -> tuple[Int[Tensor, " N"], Float[Tensor, " N"]]:
     """`fused.sample_head` at temperature 0, with logits in the model's dtype as `TextModel.logits` has them."""
     row = F.linear(hidden, weight).argmax(dim=-1)
     return row + first, fused.logit_of(hidden, weight, row)

@@ -227,8 +227,8 @@ class Group:
 class StandIn(Group):
     """A group of which only this rank exists: what others would send has the shape of what this one has.
 
-    Dependencies stay, values are wrong and no bytes move: the seconds of real ones come from `Link`. What is here alone
-    is one copy where parts are gathered, at the rate of memory.
+    Dependencies stay, values are wrong and no bytes move: the seconds of real ones come from `Link`. Only a gather
+    takes time, that of its copy; and a part is a view of what was given.
     """
 
     def _run(self, what: str, sent: int, device: torch.device, collective: Callable[[], object]) -> None:

@@ -180,7 +180,8 @@ class ShardedMoE(nn.Module):
     def use(self, ops: Backend) -> None:
         """Run the experts by a backend's operation."""
         self.skips = self.first < self.stop and hasattr(ops.experts, "of_rank")
-        self.experts.ops = replace(ops, experts=ops.experts.of_rank(self.first)) if self.skips else ops
+        is_part = self.skips and self.stop - self.first < len(self.is_owner)
+        self.experts.ops = replace(ops, experts=ops.experts.of_rank(self.first)) if is_part else ops
 
     def owned(
         self, h: Float[Tensor, "N D"], weights: Float[Tensor, "N k"], ids: Int[Tensor, "N k"]
