@@ -110,6 +110,12 @@ def test_columns_of_one_projection():
     check_outputs(tensors, arguments, cache, torch.float32)
 
 
+def test_taps_of_two_dtypes():
+    tensors, arguments, cache = case(2, 1, 4, 2, 16, 5)
+    tensors = {name: placed(t, torch.float16 if name == "k_taps" else torch.float32) for name, t in tensors.items()}
+    check_outputs(tensors, arguments, cache, torch.float32)
+
+
 def test_documents_do_not_read_their_neighbours():
     # What stands before a document's start may be anything.
     tensors, arguments, cache = case(1, 7, 2, 1, 8, 3, N=0, documents=True)
