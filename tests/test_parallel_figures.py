@@ -57,6 +57,25 @@ RUN = {
 FIGURES = ("waterfall", "roofline", "latency", "prefill")
 
 
+def collectives(way):
+    """Of `calibrate` on two devices: 3 us and 50 GB/s."""
+    fit = {"alpha": 3e-6, "beta": 2e-11, "off": 0.0}
+    sizes = (1_000, 70_000, 9_000_000)
+    step = {"way": "step", "batch": 8, "seconds": 5e-3, "collectives": None, "by fits": 1e-3, "by link": 1.1e-3,
+            "published": 2e-3, "compute": 1.5e-3}  # fmt: skip
+    return {
+        "device": "a GPU", "ranks": 2, "collectives": "NCCL 1.2.3", "torch": "2.0", "date": "2001-02-03",
+        "environment": {"NCCL_NVLS_ENABLE": "0", "NCCL_VERSION": "1"},
+        "published": {"alpha": 2e-5, "bandwidth": 4.5e11, "usable": 0.8},
+        "points": [
+            {"collective": name, "sent": n, way: 3e-6 + n * 2e-11}
+            for name in ("sum", "reduce_scatter", "gather", "swap") for n in sizes
+        ],
+        "fits": {f"{name}, {way}": fit for name in ("sum", "reduce_scatter", "gather", "swap")},
+        "steps": [step, {**step, "way": "layers", "collectives": 2e-3}],
+    }  # fmt: skip
+
+
 @pytest.fixture(autouse=True)
 def no_window():
     plt.switch_backend("Agg")
@@ -121,6 +140,28 @@ def test_tables():
     _, *rows = figures.busiest_table(RUN)
     assert rows[0] == ("1 x 1", "32K", "12.5%", "13.0%", "30.0%", "0.700", "1.000", "1.500")
     assert len(rows) == 5
+
+
+@pytest.mark.parametrize("way", ["graph", "eager"])
+def test_collectives_lie_on_their_fits(way):
+    """Of every collective a row of points and, right behind it, its dashed line."""
+    figure = figures.calls(collectives(way))
+    figure.draw_without_rendering()
+    ax = figure.axes[0]
+    assert way in ax.get_ylabel()
+    for points, line in zip(ax.lines[0:8:2], ax.lines[1:8:2], strict=True):
+        assert "3.0 us, 50 GB/s" in points.get_label()
+        for end in (0, -1):
+            assert points.get_xydata()[end] == pytest.approx(line.get_xydata()[end])
+    assert ax.lines[8].get_ydata()[0] == pytest.approx(20 + 1e3 / 360e9 * 1e6)  # published
+    for word in ("2 x a GPU", "NCCL 1.2.3", "torch 2.0", "NCCL_NVLS_ENABLE=0", "2001-02-03"):
+        assert word in figure.get_supxlabel()
+
+
+def test_true_steps_beside_their_models():
+    _, *rows = figures.step_table(collectives("graph"))
+    assert rows[0] == ("step", "8", "5.000", "", "1.000", "1.100", "2.000", "1.500", "2.500")
+    assert rows[1][:4] == ("layers", "8", "5.000", "2.000")
 
 
 def test_excess_of_steps_that_were_not_measured():

@@ -1,7 +1,7 @@
 r"""Figures and tables of one rank of a full-size model: what `full_scale` measured, beside its limits.
 
 A run is an entry of the file that `full_scale` writes. What it lacks is left out, and every figure names hardware,
-versions and date. Needs matplotlib.
+versions and date. `calls` and `step_table` show what `calibrate` measured on several devices. Needs matplotlib.
 
 `frontier` is modelled, for a world that nobody has run here. Every layer waits for its busiest rank; what a step takes
 beyond its limit is what the measured rank's step took beyond its own, as a function of how many tokens it reads; and
@@ -34,6 +34,7 @@ from ..measure.ranges import (
     UNEMBEDDING,
 )
 from ..notebook import COLOURS
+from .calibrate import NAMES, Fit
 from .collectives import Link
 from .estimate import ALPHAS, Device, estimate
 from .full_scale import GAIN_GOAL, GOALS, LAUNCHES_GOAL, PREFILL_GOALS, RATIO_GOALS, K, gain_of
@@ -236,7 +237,7 @@ def waterfall(run: Run, rows: int = 1) -> Figure:
 
 
 def roofline(run: Run) -> Figure:
-    """Every section of every profile of our own: FLOP/s against FLOP a byte."""
+    """Every section of every profile of our own: FLOP/s against FLOP a byte; the kernels' router is three products."""
     figure, ax = plt.subplots(figsize=(7.2, 4.4))
     markers = iter("os^DvP*X")
     for profile in rows_of(run, "profile", backend=ours(run)):
@@ -257,10 +258,10 @@ def roofline(run: Run) -> Figure:
     x = [low, ridge, high]
     ax.plot(x, [min(run["copy"] * i, run["matrix"]) for i in x], color="black", lw=1.2)
     ax.set(xscale="log", yscale="log", xlim=(low, high), xlabel="FLOP a byte", ylabel="FLOP/s")
-    scalar = device_of(run).scalar
-    if scalar < run["matrix"]:
-        ax.plot([scalar / run["copy"], high], [scalar] * 2, ":", color=COLOURS["gate"], lw=1)
-        ax.text(high, scalar * 1.1, "float32, assumed", fontsize=7, ha="right", color=COLOURS["gate"])
+    if ours(run) == "triton":
+        third = run["matrix"] / 3
+        ax.plot([third / run["copy"], high], [third] * 2, ":", color=COLOURS["gate"], lw=1)
+        ax.text(high, third * 0.9, "a third: router", fontsize=7, ha="right", va="top", color=COLOURS["gate"])
     ax.text(low * 6, run["copy"] * low * 2, f"copy {run['copy'] / 1e12:.2g} TB/s", fontsize=8)
     ax.text(high, run["matrix"] * 1.2, f"product {run['matrix'] / 1e12:.3g} TFLOP/s", fontsize=8, ha="right")
     figure.legend(fontsize=7, loc="outside right center")
@@ -328,6 +329,52 @@ def prefill(run: Run) -> Figure:
     ax.invert_yaxis()
     figure.legend(fontsize=7, ncols=4, loc="outside upper center")
     return labelled(figure, run, f"{rows[0]['tokens']:,} tokens | ")
+
+
+# ---------------------------------------------------------------- several devices, measured by `calibrate`
+
+
+def calls(report: Run) -> Figure:
+    """Times of collectives against bytes that leave a rank: measured (in a graph, if there), fitted, published."""
+    figure, ax = plt.subplots(figsize=(7, 4))
+    way = "graph" if "graph" in report["points"][0] else "eager"
+    points = {name: [p for p in report["points"] if p["collective"] == name] for name in NAMES}
+    ends = [min(p["sent"] for p in report["points"]), max(p["sent"] for p in report["points"])]
+    sent = [ends[0] * (ends[1] / ends[0]) ** (i / 60) for i in range(61)]
+    kb = [s / 1e3 for s in sent]
+    for (name, own), colour in zip(points.items(), ("residual", "conv", "attention", "moe"), strict=True):
+        fit = Fit(**report["fits"][f"{name}, {way}"])
+        rate = f"{1e-9 / fit.beta:.0f} GB/s" if fit.beta else "any rate"
+        label = f"{NAMES[name]}: {1e6 * fit.alpha:.1f} us, {rate}"
+        xy = sorted((p["sent"] / 1e3, 1e6 * p[way]) for p in own)
+        ax.plot(*zip(*xy, strict=True), "o", ms=4.5, color=COLOURS[colour], label=label)
+        ax.plot(kb, [1e6 * fit.seconds(1, s) for s in sent], "--", lw=1, color=COLOURS[colour])
+    link = Link(**report["published"])
+    label = f"published link: {1e6 * link.alpha:.0f} us, {link.usable * link.bandwidth / 1e9:.0f} GB/s"
+    ax.plot(kb, [1e6 * link.seconds(1, s) for s in sent], color="black", lw=1.2, label=label)
+    ax.plot([], [], "--", color=COLOURS["grey"], lw=1, label="fitted")
+    ax.set(xscale="log", yscale="log", xlabel="KB that leave a rank", ylabel=f"us of a call ({way})")
+    low, high = ax.get_ylim()
+    ticks = [t for t in (5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000) if low <= t <= high]
+    ax.set_yticks(ticks, map(str, ticks))
+    ax.set_xticks(ticks := [10**i for i in range(1, 6)], [f"{tick:,}" for tick in ticks])
+    ax.minorticks_off()
+    ax.legend(fontsize=8, loc="upper left")
+    options = "".join(f", {name}={value}" for name, value in report["environment"].items() if "VERSION" not in name)
+    text = f"{report['ranks']} x {report['device']}, {report['collectives']}, torch {report['torch']}{options}"
+    figure.supxlabel(f"{text}, {report['date']}", fontsize=7, color="#4b5563", x=0.99, ha="right")
+    return figure
+
+
+def step_table(report: Run) -> list[tuple[str, ...]]:
+    """Milliseconds of true steps beside their models; "beyond": what fitted calls and computation do not explain."""
+    table = [("way", "rows", "step", "in calls", "by fits", "by one link", "published", "computation", "beyond")]
+    columns = ("seconds", "collectives", "by fits", "by link", "published", "compute")
+    for row in report["steps"]:
+        beyond = row["seconds"] - row["by fits"] - row["compute"]
+        times = ("" if x is None else f"{1e3 * x:.3f}" for x in (*(row[name] for name in columns), beyond))
+        table.append((row["way"], str(row["batch"]), *times))
+    return table
 
 
 # ---------------------------------------------------------------- what a world would do, modelled
