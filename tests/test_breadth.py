@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 from breadth import draw
-from helpers import unchecked
 
 import inkling_ref as ir
 from inkling_ref import chat
@@ -246,7 +245,6 @@ def ask(folder: Path, rows: list[dict], batch: int = 50) -> list[str]:
     return replies
 
 
-@unchecked()
 @pytest.mark.skipif(not (NANO / "config.json").is_file(), reason="the shipped checkpoint is not there")
 def test_nano_answers_90_percent():
     replies = ask(NANO, PROMPTS)

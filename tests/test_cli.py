@@ -16,24 +16,24 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import hide_triton, random_model, unchecked
+from helpers import hide_triton, random_model
 from PIL import Image
 from tiny_tokenizer import raw_tokenizer
 
 from inkling_ref import Drafter, DSparkConfig, chat, checkpoint, cli, generation, load_drafter, save_drafter
-from inkling_ref.config import FULL, SLIDING, InklingConfig
+from inkling_ref.config import InklingConfig
 from inkling_ref.errors import InputError
 from inkling_ref.measure.drafting import find_layout
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A checkpoint of a tiny random model, of two layers, that knows the markers."""
+    """A checkpoint of a tiny random model that knows the markers."""
     path, tokenizer, tiny = tmp_path_factory.mktemp("tiny"), raw_tokenizer(), InklingConfig.tiny()
-    used, layers = tokenizer.get_vocab_size(), [SLIDING, FULL]
+    used = tokenizer.get_vocab_size()
     config = replace(
         tiny,
-        text=replace(tiny.text, num_hidden_layers=2, layer_types=layers, vocab_size=used + 5, unpadded_vocab_size=used),
+        text=replace(tiny.text, vocab_size=used + 5, unpadded_vocab_size=used),
         image_token_id=tokenizer.token_to_id(chat.IMAGE_PLACEHOLDER),
     )
     checkpoint.save(random_model(config), path)
@@ -136,7 +136,7 @@ def drafting_folder(tmp_path, folder) -> Path:
     shutil.copytree(folder, tmp_path / "both")
     model = checkpoint.load(folder)
     config = DSparkConfig(
-        1, 2, 1, 6, 20, target_layer_ids=[1, 2], block_size=4, mask_token_id=0, markov_rank=3, d_rel=2, rel_extent=9
+        1, 2, 1, 6, 20, target_layer_ids=[1, 4], block_size=4, mask_token_id=0, markov_rank=3, d_rel=2, rel_extent=9
     )
     save_drafter(Drafter(config, model), tmp_path / "both")
     return tmp_path / "both"
@@ -171,13 +171,12 @@ def test_what_typer_finds_is_one_plain_line(capsys, arguments, message):
     assert run(capsys, *arguments) == (2, "", f"error: {message}\n")
 
 
-@unchecked()
 def test_find_layout_tries_the_open_choices(capsys, drafting_folder, monkeypatch):
     monkeypatch.setattr("inkling_ref.measure.drafting.QUESTIONS", ("hello",))
     monkeypatch.setattr("inkling_ref.measure.drafting.NEW_TOKENS", 4)
     status, out, err = run(capsys, "bench", "dspark", "--find-layout", "--checkpoint", drafting_folder)
     assert status == 0
-    assert err.startswith("drafter: 1 layers, rnn head of rank 3, 3 tokens a block, taps 1, 2\nwith relative bias, ")
+    assert err.startswith("drafter: 1 layers, rnn head of rank 3, 3 tokens a block, taps 1, 4\nwith relative bias, ")
     heading, *lines = out.splitlines()
     assert heading.split()[:3] == ["sample_from_anchor", "tap", "final_tap"]
     assert len(lines) == len({tuple(line.split()[:5]) for line in lines}) == 48
@@ -187,13 +186,12 @@ def test_find_layout_tries_the_open_choices(capsys, drafting_folder, monkeypatch
     assert all(a >= b - 0.002 for a, b in itertools.pairwise(sums))
 
 
-@unchecked()
 def test_find_layout_leaves_out_what_the_drafter_cannot_be(drafting_folder, monkeypatch):
     """Nothing comes before the embedding: a drafter that taps it has no layout with taps before or mixed."""
     monkeypatch.setattr("inkling_ref.measure.drafting.QUESTIONS", ("hello",))
     monkeypatch.setattr("inkling_ref.measure.drafting.NEW_TOKENS", 2)
     model = checkpoint.load(drafting_folder)
-    save_drafter(load_drafter(drafting_folder, model, target_layer_ids=[-1, 2]), drafting_folder)
+    save_drafter(load_drafter(drafting_folder, model, target_layer_ids=[-1, 4]), drafting_folder)
     found = find_layout(drafting_folder, model)
     assert len(found) == 16
     assert {choices["tap"] for choices, _, _ in found} == {"after"}

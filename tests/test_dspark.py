@@ -391,8 +391,7 @@ def test_a_broken_drafter_costs_speed_only(model):
 
 # ---------------------------------------------------------------- the distribution is the same
 
-# Enough to see typical probabilities a tenth off. The wrong samplers, a third and more off, show in half of them.
-TOY, LENGTH, TRIALS = 4, 5, 20_000
+TOY, LENGTH, TRIALS = 4, 5, 200_000
 
 
 class ToyCache:
@@ -557,7 +556,7 @@ WRONG = {
 def test_wrong_samplers_are_caught(monkeypatch, verdict, drafter, settings):
     if verdict is not None:
         monkeypatch.setattr(speculative_module, "accept", verdict)
-    assert chi_square(ToyTarget(1), Drafting(ToyDrafter(2, **drafter), **settings), trials=TRIALS // 2) < 1e-6
+    assert chi_square(ToyTarget(1), Drafting(ToyDrafter(2, **drafter), **settings), trials=40_000) < 1e-6
 
 
 @pytest.mark.parametrize("greedy", [False, True], ids=["drawn", "greedy"])

@@ -16,11 +16,10 @@ from inkling_ref.nano import evaluate
 
 NANO = Path(ir.__file__).parent / "data" / "nano"
 # task -> (examples, least share of right replies). evaluate() takes a fifth of the examples of the long retrievals.
-# Of 100 examples three wrong ones are too many: a model that is right in 93 % of all is found out in 97 cases of 100.
 GOALS = {
-    "colour": (100, 0.98), "shape": (100, 0.98), "count": (100, 0.98), "position": (100, 0.98), "yes_no": (200, 0.98),
-    "caption": (100, 0.90), "story": (200, 0.96), "sum_direct": (200, 0.99), "sum_thinking": (100, 0.99),
-    "retrieval_2000": (60, 0.99), "retrieval_4000": (25, 0.95),
+    "colour": (200, 0.98), "shape": (200, 0.98), "count": (200, 0.98), "position": (200, 0.98), "yes_no": (200, 0.98),
+    "caption": (150, 0.90), "story": (600, 0.96), "sum_direct": (200, 0.99), "sum_thinking": (200, 0.99),
+    "retrieval_2000": (125, 0.99), "retrieval_4000": (50, 0.95),
     # No goal of the issue names these three; they must not rot either.
     "size": (100, 0.95), "two_pictures": (100, 0.95), "talk": (100, 0.98),
 }  # fmt: skip

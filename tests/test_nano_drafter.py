@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from helpers import unchecked
 from typer.testing import CliRunner
 
 from inkling_ref import InputError, Tokenizer, load, load_drafter
@@ -35,7 +34,6 @@ def test_what_it_is(drafter):
     assert (SHIPPED / "mtp.safetensors").stat().st_size <= 3 * 2**20
 
 
-@unchecked()
 def test_acceptance_at_temperature_1(model, drafter):
     """The goal of every task with long answers; and greedy drafts cost acceptance where the text is not certain."""
     tokenizer = Tokenizer.from_pretrained(SHIPPED)
@@ -47,7 +45,6 @@ def test_acceptance_at_temperature_1(model, drafter):
     assert stories["temperature 1, greedy drafts"] < stories["temperature 1"] - 1, found
 
 
-@unchecked()
 @pytest.mark.parametrize("task", drafting.all_tasks())
 def test_greedy_answers_are_those_of_plain_decoding(model, drafter, task):
     ((_, same),) = drafting.same_answers(SHIPPED, model, drafter, [task], 1 if task in LONG else 6)
@@ -56,7 +53,6 @@ def test_greedy_answers_are_those_of_plain_decoding(model, drafter, task):
     assert same.tokens_per_pass >= 1
 
 
-@unchecked()
 def test_a_scheduled_check_gives_the_same_answers(model, drafter):
     seconds = measure_seconds(model, drafter, drafting.some_ids(model), repeats=1)
     scheduled = Drafting(drafter, schedule=Throughput(seconds))
@@ -75,7 +71,6 @@ def test_heads_were_compared_on_the_same_texts():
     assert rnn > vanilla > none
 
 
-@unchecked()
 def test_command(monkeypatch):
     options = ["bench", "dspark", "--same-text", "--tasks", "talk,count", "--examples", "3"]
     threads = torch.get_num_threads()

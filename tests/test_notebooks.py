@@ -17,9 +17,7 @@ import matplotlib.pyplot as plt
 import nbformat
 import pytest
 import torch
-from helpers import unchecked
 from notebook_mutations import MUTATIONS
-from PIL import Image
 
 from inkling_ref import notebook as nb
 
@@ -51,7 +49,7 @@ def run(stem: str, last: int | None = None) -> tuple[int, BaseException | None]:
     (path,) = FOLDER.glob(f"[0-9][0-9]_{stem}.ipynb")
     cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"][:last]
     namespace = {"__name__": "__main__"}
-    with unchecked(), torch.enable_grad():  # whatever a notebook sets it to, it is as before afterwards
+    with torch.enable_grad():  # whatever a notebook sets it to, it is as before afterwards
         for number, cell in enumerate(cells):
             name = f"{stem} {cell.id}"
             # Triton reads the source of what it compiles, as it could in a kernel.
@@ -65,10 +63,9 @@ def run(stem: str, last: int | None = None) -> tuple[int, BaseException | None]:
 
 @pytest.fixture
 def fresh(monkeypatch):
-    """As a new kernel: nothing loaded under a fault stays for the next. Figures are made, but not turned to pixels."""
+    """As a new kernel: nothing loaded under a fault stays for the next."""
     monkeypatch.chdir(FOLDER)
     plt.switch_backend("Agg")
-    monkeypatch.setattr(nb, "_png", lambda figure: plt.close(figure) or Image.new("RGB", (7, 5)))
 
     def forget() -> None:
         nb.nano.cache_clear()
