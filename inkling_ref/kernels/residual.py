@@ -38,7 +38,9 @@ _FEW_TO_JOIN: int = 128
 _CLUSTER: tuple[int, int, int] = (8, 4, 8)  # its multiprocessors, their warps, channels of a thread
 _BURSTS: tuple[int, int] = (8, 2)  # warps of a program, programs a processor
 _HELD: int = 2  # chunks of several queries that stay in registers; of one query all do
-_NEAR: int = 4  # more of them in shared memory, if it has room
+_NEAR: int = 2  # more of them in shared memory, if it has room
+_MOST_QUERIES: int = 3  # whose mixtures fit into registers
+_MOST_BLOCKS: int = 30  # a lane has the sums of one source
 _SHARED_BYTES: int = 226 * 1024  # of a processor, without what its programs reserve
 
 
@@ -267,14 +269,20 @@ def _bursts(
     warps, programs = _BURSTS
     chunk = 64 * warps
     sources = [(y, D), (blocks, block_t), (partial, partial_t)]
-    C, sums = D // chunk, (n + 1 + opens) * (Q + 1) + Q
-    row = n * blocks.element_size() + partial.element_size() + (0 if y is None else y.element_size())
-    room = _SHARED_BYTES // programs - D * row - 4 * warps * sums
     aligned = all(t is None or t.data_ptr() % 16 == stride % 16 == 0 for t, stride in sources)
-    if D % chunk or room < 0 or not aligned:
+    if D % chunk or Q > _MOST_QUERIES or not aligned:
         return False
+    C, sums = D // chunk, 4 * warps * (Q + 1)
     hold = C if Q == 1 else min(C, _HELD)
-    near = min(C - hold, _NEAR, room // (4 * Q * chunk))
+    room = _SHARED_BYTES // programs - D * (partial.element_size() + (0 if y is None else y.element_size()))
+    room -= 2 * sums + 4 * warps * Q
+    # As many blocks as fit, whatever their number is now: one variant of the kernel serves them all.
+    near, row = min(C - hold, _NEAR), D * blocks.element_size() + sums
+    if room - near * Q * 4 * chunk < n * row:
+        near = 0
+    rows = min((room - near * Q * 4 * chunk) // row, _MOST_BLOCKS)
+    if rows < max(n, 1):
+        return False
     words, strides, copies = [], [], []
     for t, stride in sources:
         pairs = t is not None and t.dtype == torch.bfloat16  # as words of two
@@ -283,9 +291,9 @@ def _bursts(
         size = 4 if t is None else words[-1].element_size()
         copies.append(hopper.copy_layout(chunk // 2 if pairs else chunk, size, warps))
     hopper.mix_bursts[(min(N, programs * processors(out.device)),)](
-        *words, queries, tuple(norm_weights), None if y is None else partial, blocks[:, :, n] if opens else None, out,
-        N, *strides[1:], partial_t, block_t, SOURCE_EPS, eps, LOG2E / math.sqrt(D),
-        D=D, n=n, Q=Q, ENDS=ends, WARPS=warps, HOLD=hold, NEAR=near, ONE=hopper.layout(1, warps, 1),
+        *words, queries, tuple(norm_weights), None if y is None else partial, None if y is None else blocks, out, N, n,
+        opens, ends, *strides[1:], partial_t, block_t, SOURCE_EPS, eps, LOG2E / math.sqrt(D),
+        D=D, ROWS=rows, Q=Q, WARPS=warps, HOLD=hold, NEAR=near, ONE=hopper.layout(1, warps, 1),
         TWO=hopper.layout(1, warps, 2), Y_COPY=copies[0], BLOCK_COPY=copies[1], LAST_COPY=copies[2],
         QUERY_COPY=hopper.copy_layout(chunk, queries.element_size(), warps), num_warps=warps,
         maxnreg=65536 // (programs * 32 * warps),

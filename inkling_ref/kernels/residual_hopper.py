@@ -5,9 +5,8 @@ of x x; then one exchange of all these sums, the softmax, the mixtures, and a se
 `kernels.residual` does in n steps, each with its own exchange, takes two here.
 
 - `mix_bursts`, for many tokens: a token's sources, adjacent in memory (83 KB in 16 bits), are copied to shared memory
-  in one burst and read from there twice. Two programs a multiprocessor, each walking over tokens, take turns: while
-  one waits for its burst, the other computes. Where y joins the running sum, it comes with the burst, both readings
-  add it up, and the second writes it back.
+  in one burst and read from there twice, source by source. Two programs a multiprocessor, each walking over tokens,
+  take turns: while one waits for its burst, the other computes. Where y joins the running sum, it comes with the burst.
 - `mix_cluster`, for few: a cluster of 8 multiprocessors shares the channels of a token, which one alone could not
   read fast enough; its sums are exchanged through distributed shared memory. For decoding it also holds what stands
   between two sublayers: the short convolution with its rolling state, and the running sum.
@@ -26,12 +25,39 @@ _async_load = getattr(async_copy, "async_load", async_copy.async_copy_global_to_
 
 
 @triton.constexpr_function
+def _halved(V):
+    """PTX of the sums of a<V> over a warp; then how many values a lane has, and which, in the register `far`, for each.
+
+    By halving: in each of five steps a lane sends half of its values to a partner and keeps the other half, so that V
+    values take about V + 3 shuffles, where a butterfly for each would take 5 V.
+    """
+    code, steps, count = [], [], V
+    for distance in (16, 8, 4, 2, 1):
+        half = (count + 1) // 2
+        steps.append((distance, count, half))
+        code += [f"and.b32 u, lane, {distance};", "setp.ne.u32 p, u, 0;"]
+        for i in range(half):
+            if half + i < count:
+                code += [f"selp.f32 t, a{i}, a{half + i}, p;", f"selp.f32 a{i}, a{half + i}, a{i}, p;"]
+            else:  # no partner value: both lanes sum this one
+                code.append(f"mov.f32 t, a{i};")
+            code += [f"shfl.sync.bfly.b32 t, t, {distance}, 31, -1;", f"add.f32 a{i}, a{i}, t;"]
+        count = half
+    owned = []
+    for i in range(count):
+        own = [f"mov.u32 far, {i};"]  # the steps backwards
+        for distance, before, half in reversed(steps):
+            own += [f"and.b32 u, lane, {distance};", "setp.ne.u32 p, u, 0;", f"add.u32 u, far, {half};"]
+            own += [f"setp.lt.and.u32 p, u, {before}, p;", "selp.u32 far, u, far, p;"]
+        owned.append(own)
+    return code, owned
+
+
+@triton.constexpr_function
 def sums_ptx(V, CTAS, WARPS, first):
     """V inputs of every thread; every thread gets their V sums over a cluster of CTAS blocks of WARPS warps.
 
-    Within a warp by halving: in each of five steps a lane sends half of its values to a partner and keeps the other
-    half, so that V values take about V + 3 shuffles, where a butterfly for each would take 5 V. Then a lane owns the
-    warp's sum of one value (or of one in 32), and writes it into box[block][warp][value] of every block.
+    Each lane writes the warp's sum of one value (or of one in 32) into box[block][warp][value] of every block.
     """
     code = [
         "{",
@@ -47,30 +73,14 @@ def sums_ptx(V, CTAS, WARPS, first):
         "shl.b32 u, lane, 2;",
         "add.u32 at, at, u;",
     ]
-    code += [f"mov.f32 a{v}, ${V + v};" for v in range(V)]
-    steps, count = [], V
-    for distance in (16, 8, 4, 2, 1):
-        half = (count + 1) // 2
-        steps.append((distance, count, half))
-        code += [f"and.b32 u, lane, {distance};", "setp.ne.u32 p, u, 0;"]
-        for i in range(half):
-            if half + i < count:
-                code += [f"selp.f32 t, a{i}, a{half + i}, p;", f"selp.f32 a{i}, a{half + i}, a{i}, p;"]
-            else:  # no partner value: both lanes sum this one
-                code.append(f"mov.f32 t, a{i};")
-            code += [f"shfl.sync.bfly.b32 t, t, {distance}, 31, -1;", f"add.f32 a{i}, a{i}, t;"]
-        count = half
+    halving, owned = _halved(V)
+    code += [f"mov.f32 a{v}, ${V + v};" for v in range(V)] + halving
     if CTAS > 1:
         code += ["mov.u32 rank, %cluster_ctarank;", f"mad.lo.u32 to, rank, {WARPS * V * 4}, to;"]
         if first:  # the other blocks of the cluster have started
             code.append("barrier.cluster.wait.acquire.aligned;")
-    for i in range(count):
-        code.append(f"mov.u32 far, {i};")  # which value this lane owns: the steps backwards
-        for k in range(5):
-            step = steps[4 - k]
-            code += [f"and.b32 u, lane, {step[0]};", "setp.ne.u32 p, u, 0;", f"add.u32 u, far, {step[2]};"]
-            code += [f"setp.lt.and.u32 p, u, {step[1]}, p;", "selp.u32 far, u, far, p;"]
-        code += ["shl.b32 far, far, 2;", "add.u32 u, to, far;"]
+    for i in range(len(owned)):
+        code += owned[i] + ["shl.b32 far, far, 2;", "add.u32 u, to, far;"]
         if CTAS == 1:
             code.append(f"st.shared.f32 [u], a{i};")
         else:
@@ -91,8 +101,46 @@ def sums_ptx(V, CTAS, WARPS, first):
 
 
 @triton.constexpr_function
+def box_ptx(size):
+    """The address of so many bytes of shared memory."""
+    return f"{{\n.shared .align 16 .b8 box[{size}];\nmov.u32 $0, box;\n}}"
+
+
+@triton.constexpr_function
+def leave_ptx(V, WARPS):
+    """V values, the lane, and the address of a source's sums, where each warp leaves its own, as [value][warp]."""
+    halving, owned = _halved(V)
+    code = ["{", ".reg .pred p;", ".reg .b32 lane, far, u;", f".reg .f32 t, a<{V}>;", f"mov.u32 lane, ${V + 1};"]
+    code += [f"mov.f32 a{v}, ${v + 1};" for v in range(V)] + halving + owned[0]
+    code += [f"mad.lo.u32 u, far, {WARPS * 4}, ${V + 2};", "st.shared.f32 [u], a0;", "mov.u32 $0, 0;", "}"]
+    return "\n".join(code)
+
+
+@triton.constexpr_function
+def fetch_ptx(V, WARPS):
+    """V sums over all warps, from which they left at the address."""
+    code = ["{", ".reg .f32 t0, t1, t2, t3;", "bar.sync 0;"]
+    for v in range(V):
+        for k in range(0, WARPS, 4):
+            code.append(f"ld.shared.v4.f32 {{t0, t1, t2, t3}}, [${V} + {(v * WARPS + k) * 4}];")
+            code += ["add.f32 t0, t0, t1;", "add.f32 t2, t2, t3;", "add.f32 t0, t0, t2;"]
+            code.append(f"mov.f32 ${v}, t0;" if k == 0 else f"add.f32 ${v}, ${v}, t0;")
+    return "\n".join(code + ["}"])
+
+
+@triton.constexpr_function
 def _constraints(V):
     return ",".join(["=&f"] * V + ["f"] * V)
+
+
+@triton.constexpr_function
+def _leave_constraints(V):
+    return ",".join(["=r"] + ["f"] * V + ["r"] * 2)
+
+
+@triton.constexpr_function
+def _fetch_constraints(V):
+    return ",".join(["=&f"] * V + ["r"])
 
 
 @triton.constexpr_function
@@ -164,40 +212,41 @@ def _weights(sums, source_eps, score_scale, D: gl.constexpr, n: gl.constexpr, Q:
 
 @gluon.jit
 @no_type_check
-def _allocate(pointer, ROWS: gl.constexpr, CHUNK: gl.constexpr):
+def _allocate(pointer, COUNT: gl.constexpr, ROWS: gl.constexpr, CHUNK: gl.constexpr):
+    """Room for COUNT times ROWS chunks."""
     dtype: gl.constexpr = pointer.dtype.element_ty
     WIDTH: gl.constexpr = CHUNK // 2 if dtype == gl.int32 else CHUNK
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     memory = ()
     for k in gl.static_range(len(_pieces(ROWS))):
-        memory = memory + (gl.allocate_shared_memory(dtype, [1, _pieces(ROWS)[k][1], WIDTH], plain),)
+        memory = memory + (gl.allocate_shared_memory(dtype, [COUNT, _pieces(ROWS)[k][1], WIDTH], plain),)
     return memory
 
 
 @gluon.jit
 @no_type_check
-def _copy(memory, pointer, ROWS: gl.constexpr, COPY: gl.constexpr):
+def _copy(memory, at, pointer, ROWS: gl.constexpr, COPY: gl.constexpr):
     """Adjacent rows, on their way to shared memory."""
     WIDTH: gl.constexpr = memory[0].shape[2]
     c = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, COPY))
     for k in gl.static_range(len(_pieces(ROWS))):
         row = gl.arange(0, _pieces(ROWS)[k][1], layout=gl.SliceLayout(1, COPY)) + _pieces(ROWS)[k][0]
-        _async_load(memory[k].index(0), pointer + row[:, None] * WIDTH + c[None, :])
+        _async_load(memory[k].index(at), pointer + row[:, None] * WIDTH + c[None, :])
 
 
 @gluon.jit
 @no_type_check
 def _send(
-    y, blocks, last, y_ptr, block_ptr, partial_ptr, token, N, block_t, partial_t,
-    n: gl.constexpr, C: gl.constexpr, Y_COPY: gl.constexpr, BLOCK_COPY: gl.constexpr, LAST_COPY: gl.constexpr,
+    y, blocks, last, y_ptr, block_ptr, partial_ptr, token, N, n, block_t, partial_t,
+    C: gl.constexpr, Y_COPY: gl.constexpr, BLOCK_COPY: gl.constexpr, LAST_COPY: gl.constexpr,
 ):  # fmt: skip
     """A token's sources on their way to shared memory: n blocks, the running sum, and y where it joins."""
     if token < N:
-        if n > 0:
-            _copy(blocks, block_ptr + token * block_t, n * C, BLOCK_COPY)
-        _copy(last, partial_ptr + token * partial_t, C, LAST_COPY)
+        _copy(last, 0, partial_ptr + token * partial_t, C, LAST_COPY)
         if y_ptr is not None:
-            _copy(y, y_ptr + token * C * y[0].shape[2], C, Y_COPY)
+            _copy(y, 0, y_ptr + token * C * y[0].shape[2], C, Y_COPY)
+        for j in range(n):
+            _copy(blocks, j, block_ptr + token * block_t + j * C * blocks[0].shape[2], C, BLOCK_COPY)
     async_copy.commit_group()
 
 
@@ -231,28 +280,66 @@ def _together(even, odd, TWO: gl.constexpr):
 
 @gluon.jit
 @no_type_check
-def _sources(
-    y, blocks, last, at, c: gl.constexpr, C: gl.constexpr, n: gl.constexpr, JOIN: gl.constexpr, DTYPE: gl.constexpr,
-    CLOSED: gl.constexpr, ONE: gl.constexpr, TWO: gl.constexpr,
-):  # fmt: skip
-    """A chunk of every source, even and odd channels in turn; where y joins, of the sources after that.
-
-    CLOSED: dtype of the block that closes, None where none does; DTYPE: that to which a layer's end rounds, or None.
-    """
+def _row(memory, at, C: gl.constexpr, ONE: gl.constexpr, TWO: gl.constexpr):
+    """A whole row: of each chunk the even and the odd channel."""
     x = ()
-    for j in gl.static_range(n):
-        x = x + _pair(blocks, at, j * C + c, n * C, ONE, TWO)
-    even, odd = _pair(last, at, c, C, ONE, TWO)
-    if JOIN:
-        y_even, y_odd = _pair(y, at, c, C, ONE, TWO)
-        if CLOSED is not None:
-            x = x + (even.to(CLOSED).to(gl.float32), odd.to(CLOSED).to(gl.float32))
-            even, odd = y_even, y_odd
-        else:
-            even, odd = even + y_even, odd + y_odd
-        if DTYPE is not None:
-            even, odd = even.to(DTYPE).to(gl.float32), odd.to(DTYPE).to(gl.float32)
-    return x + (even, odd)
+    for c in gl.static_range(C):
+        x = x + _pair(memory, at, c, C, ONE, TWO)
+    return x
+
+
+@gluon.jit
+@no_type_check
+def _rounded(x, dtype: gl.constexpr):
+    out = ()
+    for k in gl.static_range(len(x)):
+        out = out + (x[k].to(dtype).to(gl.float32),)
+    return out
+
+
+@gluon.jit
+@no_type_check
+def _leave(x, q, lane, to, C: gl.constexpr, Q: gl.constexpr, WARPS: gl.constexpr):
+    """The warp's sums of a source, x x and its x q, left at `to`."""
+    even, odd = (x[0] * x[0],), (x[1] * x[1],)
+    for i in gl.static_range(Q):
+        even, odd = even + (x[0] * q[2 * i],), odd + (x[1] * q[2 * i + 1],)
+    for c in gl.static_range(1, C):
+        new_even, new_odd = (even[0] + x[2 * c] * x[2 * c],), (odd[0] + x[2 * c + 1] * x[2 * c + 1],)
+        for i in gl.static_range(Q):
+            new_even = new_even + (even[1 + i] + x[2 * c] * q[2 * (c * Q + i)],)
+            new_odd = new_odd + (odd[1 + i] + x[2 * c + 1] * q[2 * (c * Q + i) + 1],)
+        even, odd = new_even, new_odd
+    given = ()
+    for i in gl.static_range(Q + 1):
+        given = given + (even[i] + odd[i],)
+    ptx: gl.constexpr = leave_ptx(Q + 1, WARPS)
+    gl.inline_asm_elementwise(
+        ptx, _leave_constraints(Q + 1), given + (lane, to), gl.int32, is_pure=False, pack=1
+    )  # fmt: skip
+
+
+@gluon.jit
+@no_type_check
+def _everywhere(t, WARPS: gl.constexpr, ONE: gl.constexpr):
+    """A warp's number for all its lanes."""
+    t = gl.expand_dims(t, 1).broadcast_to([WARPS, 32])
+    return gl.convert_layout(t.reshape([1, WARPS * 32]), ONE, assert_trivial=True)
+
+
+@gluon.jit
+@no_type_check
+def _add(mixed, x, weights, j, C: gl.constexpr, Q: gl.constexpr):
+    """A source more in the mixtures; its weights stand in lane j."""
+    code: gl.constexpr = "shfl.sync.idx.b32 $0, $1, $2, 31, -1;"
+    w, out = (), ()
+    for i in gl.static_range(Q):
+        w = w + (gl.inline_asm_elementwise(code, "=f,f,r", [weights[i], j], gl.float32, is_pure=False, pack=1),)
+    for c in gl.static_range(C):
+        for i in gl.static_range(Q):
+            even, odd = mixed[2 * (c * Q + i)], mixed[2 * (c * Q + i) + 1]
+            out = out + (even + x[2 * c] * w[i], odd + x[2 * c + 1] * w[i])
+    return out
 
 
 @gluon.jit
@@ -264,102 +351,113 @@ def _queries(query_ptr, c: gl.constexpr, o, D: gl.constexpr, Q: gl.constexpr, ON
     return q
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["N", "n"])
 @no_type_check
 def mix_bursts(
-    y_ptr, block_ptr, partial_ptr, query_ptr, weight_ptrs, sum_ptr, closed_ptr, out_ptr, N, block_t, partial_t, sum_t,
-    closed_t, source_eps, norm_eps, score_scale,
-    D: gl.constexpr, n: gl.constexpr, Q: gl.constexpr, ENDS: gl.constexpr, WARPS: gl.constexpr, HOLD: gl.constexpr,
-    NEAR: gl.constexpr, ONE: gl.constexpr, TWO: gl.constexpr, Y_COPY: gl.constexpr, BLOCK_COPY: gl.constexpr,
-    LAST_COPY: gl.constexpr, QUERY_COPY: gl.constexpr,
+    y_ptr, block_ptr, partial_ptr, query_ptr, weight_ptrs, sum_ptr, closed_ptr, out_ptr, N, n, opens, ends, block_t,
+    partial_t, sum_t, closed_t, source_eps, norm_eps, score_scale,
+    D: gl.constexpr, ROWS: gl.constexpr, Q: gl.constexpr, WARPS: gl.constexpr, HOLD: gl.constexpr, NEAR: gl.constexpr,
+    ONE: gl.constexpr, TWO: gl.constexpr, Y_COPY: gl.constexpr, BLOCK_COPY: gl.constexpr, LAST_COPY: gl.constexpr,
+    QUERY_COPY: gl.constexpr,
 ):  # fmt: skip
-    """n blocks and the running sum of every token; int32 stands for two bfloat16, strides count elements of the type.
+    """n <= ROWS blocks and the running sum of every token; int32 stands for two bfloat16, strides count elements.
 
-    With y_ptr y joins the running sum, which goes to sum_ptr; with closed_ptr what it was before becomes a block there.
+    With y_ptr y joins the running sum, which goes to sum_ptr, as a layer `ends` rounded to the dtype of y; where y
+    `opens` a block, what the sum was before becomes block n at closed_ptr.
 
     HOLD: so many chunks of the queries stay in registers, the NEAR next in shared memory; every token reads the others
-    again (from a cache).
+    again (from a cache). What differs between the sublayers of a model (blocks, opens, ends) is no constant, as each
+    variant takes seconds to compile: one warp leaves its sums of a source in shared memory, source by source, and then
+    each lane looks after one source.
     """
     THREADS: gl.constexpr = 32 * WARPS
     CHUNK: gl.constexpr = 2 * THREADS
     C: gl.constexpr = D // CHUNK  # chunks of a row: a thread has two neighbouring channels of each
-    JOIN: gl.constexpr = y_ptr is not None
-    CLOSED: gl.constexpr = None if closed_ptr is None else closed_ptr.dtype.element_ty
-    DTYPE: gl.constexpr = out_ptr.dtype.element_ty if ENDS else None
-    SOURCES: gl.constexpr = n + 1 if closed_ptr is None else n + 2
-    V: gl.constexpr = SOURCES * (Q + 1)
-    blocks, last, joining = _allocate(block_ptr, n * C, CHUNK), _allocate(partial_ptr, C, CHUNK), ()
-    if JOIN:
-        joining = _allocate(y_ptr, C, CHUNK)
+    SUMS: gl.constexpr = 4 * WARPS * (Q + 1)  # bytes of a source's
+    blocks, last, joining = _allocate(block_ptr, ROWS, C, CHUNK), _allocate(partial_ptr, 1, C, CHUNK), ()
+    if y_ptr is not None:
+        joining = _allocate(y_ptr, 1, C, CHUNK)
     near = ()
     if NEAR > 0:
         for i in gl.static_range(Q):
-            near = near + (_allocate(query_ptr, NEAR, CHUNK),)
-            _copy(near[i], query_ptr + i * D + HOLD * CHUNK, NEAR, QUERY_COPY)
+            near = near + (_allocate(query_ptr, 1, NEAR, CHUNK),)
+            _copy(near[i], 0, query_ptr + i * D + HOLD * CHUNK, NEAR, QUERY_COPY)
     first, step = gl.program_id(0).to(gl.int64), gl.num_programs(0)
     _send(
-        joining, blocks, last, y_ptr, block_ptr, partial_ptr, first, N, block_t, partial_t, n, C, Y_COPY, BLOCK_COPY,
+        joining, blocks, last, y_ptr, block_ptr, partial_ptr, first, N, n, block_t, partial_t, C, Y_COPY, BLOCK_COPY,
         LAST_COPY,
     )  # fmt: skip
+    box_code: gl.constexpr = box_ptx(SUMS * (ROWS + 2))
+    box = gl.inline_asm_elementwise(box_code, "=r", [], gl.int32, is_pure=False, pack=1)
     o = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, TWO))[None, :]
-    q = ()
+    thread = gl.arange(0, THREADS, layout=gl.SliceLayout(0, ONE))[None, :]
+    lane = thread % 32
+    to, source = box + thread // 32 * 4, box + gl.minimum(lane, ROWS + 1) * SUMS
+    held = ()
     for c in gl.static_range(HOLD):
-        q = q + _queries(query_ptr, c, o, D, Q, ONE)
+        held = held + _queries(query_ptr, c, o, D, Q, ONE)
     zero = gl.zeros([1, THREADS], gl.float32, ONE)
     for token in range(first, N, step):
-        q_next = ()
-        if HOLD + NEAR == 0:
-            q_next = _queries(query_ptr, 0, o, D, Q, ONE)
+        q = held
+        far = ()
+        for c in gl.static_range(HOLD + NEAR, C):
+            far = far + _queries(query_ptr, c, o, D, Q, ONE)
         async_copy.wait_group(0)
-        parts = (zero,) * V
-        for c in gl.static_range(C):
-            if c < HOLD:
-                q_c = q[2 * Q * c : 2 * Q * (c + 1)]
-            elif c < HOLD + NEAR:
-                q_c = ()
-                for i in gl.static_range(Q):
-                    q_c = q_c + _pair(near[i], 0, c - HOLD, NEAR, ONE, TWO)
-            else:
-                q_c = q_next
-            if c + 1 >= HOLD + NEAR and c + 1 < C:  # read one chunk ahead of their use
-                q_next = _queries(query_ptr, c + 1, o, D, Q, ONE)
-            x = _sources(joining, blocks, last, 0, c, C, n, JOIN, DTYPE, CLOSED, ONE, TWO)
-            new = ()
-            for j in gl.static_range(SOURCES):
-                even, odd = x[2 * j], x[2 * j + 1]
-                new = new + (parts[j * (Q + 1)] + even * even + odd * odd,)
-                for i in gl.static_range(Q):
-                    new = new + (parts[j * (Q + 1) + 1 + i] + even * q_c[2 * i] + odd * q_c[2 * i + 1],)
-            parts = new
-        sums = _all_sums(parts, V, 1, WARPS, True)
-        weights, totals = _weights(sums, source_eps, score_scale, D, SOURCES, Q)
-        # The second reading: hidden from the compiler, which would keep all sources in registers instead.
-        again = gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], gl.int32, is_pure=False, pack=1)
-        mixed, squares = (), (zero,) * Q
-        for c in gl.static_range(C):
-            x = _sources(joining, blocks, last, again, c, C, n, JOIN, DTYPE, CLOSED, ONE, TWO)
-            y = (zero,) * (2 * Q)
-            for j in gl.static_range(SOURCES):
-                new = ()
-                for i in gl.static_range(Q):
-                    weight = weights[i * SOURCES + j]
-                    new = new + (y[2 * i] + x[2 * j] * weight, y[2 * i + 1] + x[2 * j + 1] * weight)
-                y = new
-            if JOIN:
-                joined = _together(x[2 * SOURCES - 2], x[2 * SOURCES - 1], TWO)
-                gl.store(sum_ptr + token * sum_t + c * CHUNK + o, joined.to(sum_ptr.dtype.element_ty))
-            if CLOSED is not None:
-                closed = _together(x[2 * n], x[2 * n + 1], TWO)
-                gl.store(closed_ptr + token * closed_t + c * CHUNK + o, closed.to(CLOSED))
-            new = ()
+        for c in gl.static_range(NEAR):
             for i in gl.static_range(Q):
-                new = new + (squares[i] + y[2 * i] * y[2 * i] + y[2 * i + 1] * y[2 * i + 1],)
-            squares = new
-            mixed = mixed + y
+                q = q + _pair(near[i], 0, c, NEAR, ONE, TWO)
+        q = q + far
+        for j in range(n):
+            _leave(_row(blocks, j, C, ONE, TWO), q, lane, to + j * SUMS, C, Q, WARPS)
+        count = n
+        x = _row(last, 0, C, ONE, TWO)
+        if y_ptr is not None:
+            if opens:
+                closed = _rounded(x, closed_ptr.dtype.element_ty)
+                _leave(closed, q, lane, to + n * SUMS, C, Q, WARPS)
+                for c in gl.static_range(C):
+                    both = _together(closed[2 * c], closed[2 * c + 1], TWO).to(closed_ptr.dtype.element_ty)
+                    gl.store(closed_ptr + token * closed_t + n * D + c * CHUNK + o, both)
+                count = n + 1
+            y = _row(joining, 0, C, ONE, TWO)
+            joined = ()
+            for k in gl.static_range(2 * C):
+                row = y[k] + gl.where(opens, 0.0, x[k])
+                joined = joined + (gl.where(ends, row.to(out_ptr.dtype.element_ty).to(gl.float32), row),)
+            x = joined
+            for c in gl.static_range(C):
+                both = _together(x[2 * c], x[2 * c + 1], TWO).to(sum_ptr.dtype.element_ty)
+                gl.store(sum_ptr + token * sum_t + c * CHUNK + o, both)
+        _leave(x, q, lane, to + count * SUMS, C, Q, WARPS)
+        fetch: gl.constexpr = fetch_ptx(Q + 1, WARPS)
+        sums = gl.inline_asm_elementwise(
+            fetch, _fetch_constraints(Q + 1), [source], _floats(Q + 1), is_pure=False, pack=1
+        )  # fmt: skip
+        rho = gl.rsqrt(sums[0] / D + source_eps)  # each lane has a source
+        weights, totals, mixed = (), (), (zero,) * (2 * C * Q)
+        for i in gl.static_range(Q):
+            score = gl.where(lane <= count, sums[1 + i] * (rho * score_scale), -1e30)  # to base 2
+            p = gl.exp2(score - _everywhere(gl.max(score.reshape([WARPS, 32]), 1), WARPS, ONE))
+            weights = weights + (p * rho,)
+            totals = totals + (_everywhere(gl.sum(p.reshape([WARPS, 32]), 1), WARPS, ONE),)
+        mixed = _add(mixed, x, weights, count, C, Q)
+        if y_ptr is not None:  # noqa: SIM102 (the compiler knows this one)
+            if opens:
+                closed = _rounded(_row(last, 0, C, ONE, TWO), closed_ptr.dtype.element_ty)
+                mixed = _add(mixed, closed, weights, n, C, Q)
+        for j in range(n):
+            mixed = _add(mixed, _row(blocks, j, C, ONE, TWO), weights, j, C, Q)
         _send(
-            joining, blocks, last, y_ptr, block_ptr, partial_ptr, token + step, N, block_t, partial_t, n, C, Y_COPY,
+            joining, blocks, last, y_ptr, block_ptr, partial_ptr, token + step, N, n, block_t, partial_t, C, Y_COPY,
             BLOCK_COPY, LAST_COPY,
         )  # fmt: skip
+        squares = (zero,) * Q
+        for c in gl.static_range(C):
+            new = ()
+            for i in gl.static_range(Q):
+                even, odd = mixed[2 * (c * Q + i)], mixed[2 * (c * Q + i) + 1]
+                new = new + (squares[i] + even * even + odd * odd,)
+            squares = new
         w = ()  # all before the first store: a load does not overtake a store
         for i in gl.static_range(Q):
             for c in gl.static_range(C):
