@@ -485,16 +485,18 @@ def _prefetch(pointers):
     gl.inline_asm_elementwise(code, "=r,l", [pointers], gl.int32, is_pure=False, pack=1)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["N"])
 @no_type_check
 def mix_cluster(
     y_ptr, state_ptr, rejected_ptr, tap_ptr, block_ptr, partial_ptr, query_ptr, weight_ptrs, out_ptr, N, y_t, state_b,
-    block_t, partial_t, conv_scale, source_eps, norm_eps, score_scale,
+    block_t, partial_t, opens, ends, conv_scale, source_eps, norm_eps, score_scale,
     D: gl.constexpr, n: gl.constexpr, Q: gl.constexpr, K: gl.constexpr, ROWS: gl.constexpr, JOIN: gl.constexpr,
-    OPENS: gl.constexpr, ENDS: gl.constexpr, L: gl.constexpr, ONE: gl.constexpr, CTAS: gl.constexpr,
-    WARPS: gl.constexpr, VEC: gl.constexpr,
+    L: gl.constexpr, ONE: gl.constexpr, CTAS: gl.constexpr, WARPS: gl.constexpr, VEC: gl.constexpr,
 ):  # fmt: skip
-    """JOIN: y joins the running sum; with a state of ROWS > 0 rows it passes through its convolution first."""
+    """n blocks and the running sum; where y `opens` a block, the last of the n is what the sum was before.
+
+    JOIN: y joins the running sum; with a state of ROWS > 0 rows it passes through its convolution first.
+    """
     THREADS: gl.constexpr = 32 * WARPS
     PART: gl.constexpr = (D + CTAS * VEC - 1) // (CTAS * VEC) * VEC  # a block's channels
     gl.static_assert(PART <= THREADS * VEC)
@@ -524,7 +526,8 @@ def mix_cluster(
             taps = taps + (gl.load(tap_ptr + j * D + o, mask=live, other=0.0).to(gl.float32) * conv_scale,)
     x = ()
     for j in gl.static_range(n):
-        x = x + (gl.load(block_ptr + token * block_t + j * D + o, mask=live, other=0.0),)
+        there = live & (opens == 0) if JOIN and j == n - 1 else live
+        x = x + (gl.load(block_ptr + token * block_t + j * D + o, mask=there, other=0.0),)
     last = gl.load(partial_ptr + token * partial_t + o, mask=live, other=0.0)
     if JOIN:
         current = gl.load(y_ptr + token * y_t + o, mask=live, other=0.0)
@@ -543,14 +546,12 @@ def mix_cluster(
                 y += rows[ROWS - j].to(gl.float32) * taps[j]
             for r in gl.static_range(ROWS):
                 gl.store(state + r * D, rows[r + 1], mask=live)
-        if OPENS:
-            last = last.to(block_ptr.dtype.element_ty)
-            gl.store(block_ptr + token * block_t + n * D + o, last, mask=live)
-            x = x + (last,)
-        else:
-            y += last.to(gl.float32)
-        if ENDS:
-            y = y.to(out_ptr.dtype.element_ty).to(gl.float32)
+        if n > 0:
+            closed = last.to(block_ptr.dtype.element_ty)
+            gl.store(block_ptr + token * block_t + (n - 1) * D + o, closed, mask=live & opens)
+            x = x[: n - 1] + (gl.where(opens, closed, x[n - 1]),)
+        y += gl.where(opens, 0.0, last.to(gl.float32))
+        y = gl.where(ends, y.to(out_ptr.dtype.element_ty).to(gl.float32), y)
         gl.store(partial_ptr + token * partial_t + o, y, mask=live)
         last = y
     x = x + (last,)
