@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+import triton
 from helpers import relative_rms
 from kernel_contract import DEVICE, DTYPES, bound, dtypes, needs_device, placed, poisoned_outputs  # noqa: F401 (fixture)
 
@@ -166,8 +167,11 @@ def test_strided_arguments():
         join(residual_kernel.join_and_mix, state.mT.contiguous().mT)
 
 
-def emulate(ptx, V, blocks, warps, values):
-    """What the PTX of `sums_ptx` does with [blocks, warps, 32, V] inputs: the outputs, of the same shape."""
+def emulate(ptx, blocks, warps, given, boxes):
+    """What the inline PTX of the Hopper kernels does with registers [blocks, warps, 32]: all of them afterwards.
+
+    boxes: [blocks, floats] shared memory, at address 0 in each block; written.
+    """
     lane = torch.arange(32)
     shape = blocks, warps, 32
     registers = {
@@ -176,8 +180,7 @@ def emulate(ptx, V, blocks, warps, values):
         "%cluster_ctarank": torch.arange(blocks)[:, None, None].expand(shape),
         "box": torch.zeros(shape, dtype=torch.long),
         "0f00000000": torch.zeros(shape, dtype=torch.float64),
-    } | {f"${V + v}": values[..., v] for v in range(V)}
-    boxes = torch.full((blocks, blocks * warps * V), torch.nan, dtype=torch.float64)
+    } | given
     away = 1 << 32  # an address in another block holds its rank above this bit
 
     def read(name):
@@ -201,7 +204,7 @@ def emulate(ptx, V, blocks, warps, values):
         op, _, operands = code.partition(" ")
         if op[0] in ".{}" or op.startswith("bar"):  # every line is done by all threads before the next
             continue
-        out, *operands = re.sub(r"[][]", "", operands).split(", ")
+        out, *operands = re.sub(r"[][{}]", "", operands).split(", ")
         kind = "setp.ne" if op.startswith("setp.ne") else op.split(".")[0]
         if kind == "st":
             at, x = read(out), read(operands[0])
@@ -209,21 +212,64 @@ def emulate(ptx, V, blocks, warps, values):
             boxes[torch.where(at >= away, at // away - 1, own), at % away // 4] = x
             continue
         if kind == "ld":
-            base, offset = operands[0].split(" + ")
-            at = ((read(base) + int(offset)) // 4).clamp(max=boxes.shape[1] - 1)
-            result = boxes.gather(1, at.flatten(1)).view(shape)
+            base, offset = operands.pop().split(" + ")
+            outs, results = [out, *operands], []
+            for k in range(len(outs)):
+                at = ((read(base) + int(offset)) // 4 + k).clamp(max=boxes.shape[1] - 1)
+                results.append(boxes.gather(1, at.flatten(1)).view(shape))
         else:
             given = [read(name) for name in operands]
             if op.startswith("shfl.sync.bfly"):
                 given[1] = lane ^ given[1]
-            result = compute[kind](*given)
-        registers[out] = torch.where(registers["p"], result, registers[out]) if guard else result
-    return torch.stack([registers[f"${v}"] for v in range(V)], dim=-1)
+            outs, results = [out], [compute[kind](*given)]
+        for name, result in zip(outs, results, strict=True):
+            registers[name] = torch.where(registers["p"], result, registers[name]) if guard else result
+    return registers
+
+
+def floats(blocks, count):
+    """Shared memory, in which nothing is written yet."""
+    return torch.full((blocks, count), torch.nan, dtype=torch.float64)
 
 
 @pytest.mark.parametrize(("V", "blocks", "warps"), [(1, 1, 8), (18, 1, 8), (36, 1, 2), (5, 4, 1), (20, 8, 4)])
 def test_sums_of_the_hopper_kernels(V, blocks, warps):
     """Their exchange is inline PTX, which no interpreter runs: every thread gets the sums over all threads."""
     values = torch.randn(blocks, warps, 32, V, dtype=torch.float64)
-    actual = emulate(residual_hopper.sums_ptx(V, blocks, warps, True), V, blocks, warps, values)
+    given = {f"${V + v}": values[..., v] for v in range(V)}
+    ptx = residual_hopper.sums_ptx(V, blocks, warps, True)
+    after = emulate(ptx, blocks, warps, given, floats(blocks, blocks * warps * V))
+    actual = torch.stack([after[f"${v}"] for v in range(V)], dim=-1)
     assert relative_rms(actual, values.sum(dim=(0, 1, 2)).expand_as(actual)) < 1e-12
+
+
+@pytest.mark.parametrize(("V", "warps", "sources"), [(2, 8, 10), (3, 4, 7), (4, 8, 3)])
+def test_sums_that_warps_leave_source_by_source(V, warps, sources):
+    """Warps leave their sums of a source in its place; then lane j of all warps fetches those of source j."""
+    values = torch.randn(sources, warps, 32, V, dtype=torch.float64)
+    lane, warp = torch.arange(32).expand(1, warps, 32), torch.arange(warps)[:, None].expand(1, warps, 32)
+    box, size = floats(1, sources * V * warps), 4 * V * warps
+    for j in range(sources):
+        given = {f"${1 + v}": values[j, None, ..., v] for v in range(V)}
+        given |= {f"${V + 1}": lane, f"${V + 2}": j * size + 4 * warp}
+        emulate(residual_hopper.leave_ptx(V, warps), 1, warps, given, box)
+    ptx = residual_hopper.fetch_ptx(V, warps)
+    after = emulate(ptx, 1, warps, {f"${V}": lane.clamp(max=sources - 1) * size}, box)
+    actual = torch.stack([after[f"${v}"] for v in range(V)], dim=-1)[0, :, :sources]
+    assert relative_rms(actual, values.sum(dim=(1, 2)).expand_as(actual)) < 1e-12
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="no GPU")
+@pytest.mark.parametrize(("T", "kernel", "most"), [(133, "mix_bursts", 1), (1, "mix_cluster", 2)], ids=str)
+def test_variants_are_few(monkeypatch, T, kernel, most):
+    """Each takes about a second to compile, and a model has sublayers of nearly all kinds."""
+    if residual_kernel._hopper(torch.device(DEVICE)) is None:
+        pytest.skip("kernels for Hopper GPUs")
+    made, D = [], 1536  # a width of no other test
+    monkeypatch.setattr(triton.knobs.compilation, "listener", lambda src, **rest: made.append(src.name))
+    y, state, blocks = (placed(torch.randn(1, *shape), torch.bfloat16) for shape in ((T, D), (3, D), (T, 3, D)))
+    partial, taps, query, norm = (placed(torch.randn(*shape)) for shape in ((1, T, D), (D, 1, 4), (D,), (D,)))
+    opens, ends = {"opens_block": True}, {"ends_layer": True}
+    for count, how in ((0, opens), (1, {}), (1, ends), (2, opens), (3, {})):
+        residual_kernel.join_and_mix(y, state, taps, blocks, partial, count, query, [norm], 1e-6, **how)
+    assert sum(kernel in name for name in made) == most

@@ -34,7 +34,7 @@ _CHUNK: int = 512
 # One query, or more: warps of a program, and registers that a thread may use.
 _PROGRAMS: dict[bool, tuple[int, int]] = {False: (4, 160), True: (8, 255)}
 _FEW: int = 24  # tokens, up to which a cluster takes each
-_FEW_TO_JOIN: int = 128
+_FEW_TO_JOIN: int = 128  # with the convolution, which it has of one token a row
 _CLUSTER: tuple[int, int, int] = (8, 4, 8)  # its multiprocessors, their warps, channels of a thread
 _BURSTS: tuple[int, int] = (8, 2)  # warps of a program, programs a processor
 _HELD: int = 2  # chunks of several queries that stay in registers; of one query all do
@@ -409,7 +409,8 @@ def join_and_mix(
     rejected = None if rejected is None else rejected.contiguous()
     norm_weights = [w.contiguous() for w in norm_weights]
     hopper = _hopper(y.device)
-    few = hopper is not None and N <= _FEW_TO_JOIN and D <= 8192
+    most = _FEW_TO_JOIN if T == 1 else _FEW
+    few = hopper is not None and most >= N and D <= 8192
     if not few or T > 1 or state[0].stride() != (D, 1):
         y, state, weight, rejected = rolling_short_conv(y, state, weight, rejected), None, None, None
     y, queries = y.contiguous(), queries.contiguous()
