@@ -26,7 +26,7 @@ _async_load = getattr(async_copy, "async_load", async_copy.async_copy_global_to_
 
 @triton.constexpr_function
 def _halved(V):
-    """PTX of the sums of a<V> over a warp; then how many values a lane has, and which, in the register `far`, for each.
+    """PTX of the sums of a<V> over a warp; and, for each that a lane then holds, PTX that puts its number into `far`.
 
     By halving: in each of five steps a lane sends half of its values to a partner and keeps the other half, so that V
     values take about V + 3 shuffles, where a butterfly for each would take 5 V.
@@ -118,7 +118,7 @@ def leave_ptx(V, WARPS):
 
 @triton.constexpr_function
 def fetch_ptx(V, WARPS):
-    """V sums over all warps, from which they left at the address."""
+    """V sums over all warps, which each left at the address."""
     code = ["{", ".reg .f32 t0, t1, t2, t3;", "bar.sync 0;"]
     for v in range(V):
         for k in range(0, WARPS, 4):
@@ -314,9 +314,8 @@ def _leave(x, q, lane, to, C: gl.constexpr, Q: gl.constexpr, WARPS: gl.constexpr
     for i in gl.static_range(Q + 1):
         given = given + (even[i] + odd[i],)
     ptx: gl.constexpr = leave_ptx(Q + 1, WARPS)
-    gl.inline_asm_elementwise(
-        ptx, _leave_constraints(Q + 1), given + (lane, to), gl.int32, is_pure=False, pack=1
-    )  # fmt: skip
+    given = given + (lane, to)
+    gl.inline_asm_elementwise(ptx, _leave_constraints(Q + 1), given, gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -367,8 +366,8 @@ def mix_bursts(
 
     HOLD: so many chunks of the queries stay in registers, the NEAR next in shared memory; every token reads the others
     again (from a cache). What differs between the sublayers of a model (blocks, opens, ends) is no constant, as each
-    variant takes seconds to compile: one warp leaves its sums of a source in shared memory, source by source, and then
-    each lane looks after one source.
+    variant takes seconds to compile: source by source each warp leaves its sums in shared memory, and then each lane
+    looks after one source.
     """
     THREADS: gl.constexpr = 32 * WARPS
     CHUNK: gl.constexpr = 2 * THREADS
