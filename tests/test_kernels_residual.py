@@ -170,14 +170,16 @@ def test_strided_arguments():
 def emulate(ptx, blocks, warps, given, boxes):
     """What the inline PTX of the Hopper kernels does with registers [blocks, warps, 32]: all of them afterwards.
 
+    Every line is done by all threads before the next, so that none waits; how many bytes `st.async` sent comes second.
     boxes: [blocks, floats] shared memory, at address 0 in each block; written.
     """
     lane = torch.arange(32)
     shape = blocks, warps, 32
+    here, active, sent = torch.arange(blocks)[:, None, None].expand(shape), torch.ones(shape, dtype=torch.bool), 0
     registers = {
         "%laneid": lane.expand(shape),
         "%tid.x": (32 * torch.arange(warps)[:, None] + lane).expand(shape),
-        "%cluster_ctarank": torch.arange(blocks)[:, None, None].expand(shape),
+        "%cluster_ctarank": here,
         "box": torch.zeros(shape, dtype=torch.long),
         "0f00000000": torch.zeros(shape, dtype=torch.float64),
     } | given
@@ -186,6 +188,10 @@ def emulate(ptx, blocks, warps, given, boxes):
     def read(name):
         return registers[name] if name in registers else torch.full(shape, int(name))
 
+    def place(operand):
+        base, _, offset = operand.partition(" + ")
+        return read(base) + int(offset or 0)
+
     compute = {
         "mov": lambda a: a,
         "shr": lambda a, b: a >> b,
@@ -193,29 +199,39 @@ def emulate(ptx, blocks, warps, given, boxes):
         "and": lambda a, b: a & b,
         "add": lambda a, b: a + b,
         "mad": lambda a, b, c: a * b + c,
-        "setp": lambda a, b, both=True: (a < b) & both,
+        "setp.lt": lambda a, b, both=True: (a < b) & both,
+        "setp.ge": lambda a, b, both=True: (a >= b) & both,
+        "setp.eq": lambda a, b: a == b,
         "setp.ne": lambda a, b: a != b,
         "selp": lambda a, b, p: torch.where(p, a, b),
         "shfl": lambda a, other, *_: a.gather(-1, other),
         "mapa": lambda a, rank: a + away * (rank + 1),
     }
     for line in ptx.splitlines():
-        guard, code = re.fullmatch(r"(@p )?(.*?);?", line).groups()
+        if line.endswith(":"):  # all come together
+            active[:] = True
+            continue
+        guard, code = re.fullmatch(r"(@!?p )?(.*?);?", line).groups()
         op, _, operands = code.partition(" ")
-        if op[0] in ".{}" or op.startswith("bar"):  # every line is done by all threads before the next
+        if op[0] in ".{}" or op.startswith(("bar", "mbarrier")) or operands == "waiting":
+            continue
+        if op == "bra":
+            active &= ~registers["p"]
             continue
         out, *operands = re.sub(r"[][{}]", "", operands).split(", ")
-        kind = "setp.ne" if op.startswith("setp.ne") else op.split(".")[0]
+        kind = ".".join(op.split(".")[: 2 if op.startswith("setp") else 1])
         if kind == "st":
-            at, x = read(out), read(operands[0])
-            own = torch.arange(blocks)[:, None, None].expand(shape)
-            boxes[torch.where(at >= away, at // away - 1, own), at % away // 4] = x
+            at, x = place(out), read(operands[0])
+            if op.startswith("st.async"):
+                sent += 4 * int(active.sum())
+                assert torch.equal(at // away, read(operands[1]) // away)  # the barrier beside the box
+            boxes[torch.where(at >= away, at // away - 1, here)[active], at[active] % away // 4] = x[active]
             continue
         if kind == "ld":
-            base, offset = operands.pop().split(" + ")
+            word = place(operands.pop()) // 4
             outs, results = [out, *operands], []
             for k in range(len(outs)):
-                at = ((read(base) + int(offset)) // 4 + k).clamp(max=boxes.shape[1] - 1)
+                at = (word + k).clamp(max=boxes.shape[1] - 1)
                 results.append(boxes.gather(1, at.flatten(1)).view(shape))
         else:
             given = [read(name) for name in operands]
@@ -224,7 +240,7 @@ def emulate(ptx, blocks, warps, given, boxes):
             outs, results = [out], [compute[kind](*given)]
         for name, result in zip(outs, results, strict=True):
             registers[name] = torch.where(registers["p"], result, registers[name]) if guard else result
-    return registers
+    return registers, sent
 
 
 def floats(blocks, count):
@@ -232,15 +248,36 @@ def floats(blocks, count):
     return torch.full((blocks, count), torch.nan, dtype=torch.float64)
 
 
-@pytest.mark.parametrize(("V", "blocks", "warps"), [(1, 1, 8), (18, 1, 8), (36, 1, 2), (5, 4, 1), (20, 8, 4)])
-def test_sums_of_the_hopper_kernels(V, blocks, warps):
-    """Their exchange is inline PTX, which no interpreter runs: every thread gets the sums over all threads."""
-    values = torch.randn(blocks, warps, 32, V, dtype=torch.float64)
+@pytest.mark.parametrize(("V", "warps"), [(1, 8), (18, 8), (36, 2), (5, 1)])
+def test_sums_of_a_block(V, warps):
+    """Inline PTX, which no interpreter runs: every thread gets the sums over all threads."""
+    values = torch.randn(1, warps, 32, V, dtype=torch.float64)
     given = {f"${V + v}": values[..., v] for v in range(V)}
-    ptx = residual_hopper.sums_ptx(V, blocks, warps, True)
-    after = emulate(ptx, blocks, warps, given, floats(blocks, blocks * warps * V))
+    after, _ = emulate(residual_hopper.sums_ptx(V, warps), 1, warps, given, floats(1, warps * V))
     actual = torch.stack([after[f"${v}"] for v in range(V)], dim=-1)
     assert relative_rms(actual, values.sum(dim=(0, 1, 2)).expand_as(actual)) < 1e-12
+
+
+@pytest.mark.parametrize(("blocks", "warps"), [(8, 4), (4, 1), (2, 4)])
+@pytest.mark.parametrize(("old", "Q"), [(9, 1), (0, 1), (4, 3), (10, 3)])
+def test_sums_of_a_cluster(old, Q, blocks, warps):
+    """Exchanges through one allocation; a barrier must see as many bytes as it expects, or it never opens."""
+    exchanges = residual_hopper._exchanges(old, Q)
+    opened = residual_hopper.open_ptx(exchanges, blocks, warps)
+    boxes = floats(blocks, int(re.search(r"box\[(\d+)\]", opened)[1]) // 4)
+    expected = [int(n) for n in re.findall(r"expect_tx.*, (\d+);", opened)]
+    address, values = torch.zeros(blocks, warps, 32, dtype=torch.long), []
+    for k, V in enumerate(exchanges):
+        values.append(torch.randn(blocks, warps, 32, V, dtype=torch.float64))
+        given = {"$1": address} | {f"${2 + v}": values[k][..., v] for v in range(V)}
+        _, sent = emulate(residual_hopper.send_ptx(exchanges, k, blocks, warps), blocks, warps, given, boxes)
+        assert sent == blocks * expected[k]
+    assert boxes[:, : 2 * len(exchanges)].isnan().all()  # the barriers' own words
+    for k, V in enumerate(exchanges):
+        ptx = residual_hopper.receive_ptx(exchanges, k, blocks, warps)
+        after, _ = emulate(ptx, blocks, warps, {f"${V}": address}, boxes)
+        actual = torch.stack([after[f"${v}"] for v in range(V)], dim=-1)
+        assert relative_rms(actual, values[k].sum(dim=(0, 1, 2)).expand_as(actual)) < 1e-12
 
 
 @pytest.mark.parametrize(("V", "warps", "sources"), [(2, 8, 10), (3, 4, 7), (4, 8, 3)])
@@ -254,7 +291,7 @@ def test_sums_that_warps_leave_source_by_source(V, warps, sources):
         given |= {f"${V + 1}": lane, f"${V + 2}": j * size + 4 * warp}
         emulate(residual_hopper.leave_ptx(V, warps), 1, warps, given, box)
     ptx = residual_hopper.fetch_ptx(V, warps)
-    after = emulate(ptx, 1, warps, {f"${V}": lane.clamp(max=sources - 1) * size}, box)
+    after, _ = emulate(ptx, 1, warps, {f"${V}": lane.clamp(max=sources - 1) * size}, box)
     actual = torch.stack([after[f"${v}"] for v in range(V)], dim=-1)[0, :, :sources]
     assert relative_rms(actual, values.sum(dim=(1, 2)).expand_as(actual)) < 1e-12
 

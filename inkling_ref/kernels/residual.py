@@ -317,7 +317,7 @@ def _cluster(
         0 if y is None else D, 0 if state is None else state.stride(0), block_t, partial_t, opens, ends,
         1 / math.sqrt(K + 1), SOURCE_EPS, eps, LOG2E / math.sqrt(D),
         D=D, n=n + opens, Q=Q, K=K, ROWS=0 if state is None else state.shape[1], JOIN=y is not None,
-        L=hopper.layout(ctas, warps, vec), ONE=hopper.layout(ctas, warps, 1), CTAS=ctas, WARPS=warps, VEC=vec,
+        L=hopper.layout(ctas, warps, vec), CTAS=ctas, WARPS=warps, VEC=vec,
         num_warps=warps, num_ctas=ctas, launch_pdl=True,
     )  # fmt: skip
 

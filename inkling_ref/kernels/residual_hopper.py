@@ -25,11 +25,12 @@ _async_load = getattr(async_copy, "async_load", async_copy.async_copy_global_to_
 
 
 @triton.constexpr_function
-def _halved(V):
+def _halved(V, least=32):
     """PTX of the sums of a<V> over a warp; and, for each that a lane then holds, PTX that puts its number into `far`.
 
     By halving: in each of five steps a lane sends half of its values to a partner and keeps the other half, so that V
-    values take about V + 3 shuffles, where a butterfly for each would take 5 V.
+    values take about V + 3 shuffles, where a butterfly for each would take 5 V. Of the lanes that hold the same sum
+    `mine` becomes 1 in the first, and in those nearer than `least` to it.
     """
     code, steps, count = [], [], V
     for distance in (16, 8, 4, 2, 1):
@@ -45,55 +46,42 @@ def _halved(V):
         count = half
     owned = []
     for i in range(count):
-        own = [f"mov.u32 far, {i};"]  # the steps backwards
+        own = [f"mov.u32 far, {i};", "mov.u32 mine, 1;"]  # the steps backwards
         for distance, before, half in reversed(steps):
             own += [f"and.b32 u, lane, {distance};", "setp.ne.u32 p, u, 0;", f"add.u32 u, far, {half};"]
+            if distance >= least:
+                own += [f"setp.ge.and.u32 q, u, {before}, p;", "selp.u32 mine, 0, mine, q;"]
             own += [f"setp.lt.and.u32 p, u, {before}, p;", "selp.u32 far, u, far, p;"]
         owned.append(own)
     return code, owned
 
 
 @triton.constexpr_function
-def sums_ptx(V, CTAS, WARPS, first):
-    """V inputs of every thread; every thread gets their V sums over a cluster of CTAS blocks of WARPS warps.
-
-    Each lane writes the warp's sum of one value (or of one in 32) into box[block][warp][value] of every block.
-    """
-    code = [
-        "{",
-        ".reg .pred p;",
-        ".reg .b32 lane, warp, rank, at, to, far, u;",
-        f".reg .f32 t, a<{V}>;",
-        f".shared .align 16 .b8 box[{CTAS * WARPS * V * 4}];",
+def _registers(V):
+    return [
+        ".reg .pred p, q;",
+        ".reg .b32 lane, warp, rank, at, to, far, bar, mine, u;",
+        f".reg .f32 t, a<{max(V, 4)}>, b<4>;",
         "mov.u32 lane, %laneid;",
         "mov.u32 warp, %tid.x;",
         "shr.u32 warp, warp, 5;",
-        "mov.u32 at, box;",
-        f"mad.lo.u32 to, warp, {V * 4}, at;",
-        "shl.b32 u, lane, 2;",
-        "add.u32 at, at, u;",
     ]
+
+
+@triton.constexpr_function
+def sums_ptx(V, WARPS):
+    """V inputs of every thread; every thread gets their V sums over a block, through box[warp][value]."""
     halving, owned = _halved(V)
+    code = ["{", f".shared .align 16 .b8 box[{WARPS * V * 4}];", *_registers(V), "mov.u32 at, box;"]
+    code += [f"mad.lo.u32 to, warp, {V * 4}, at;", "shl.b32 u, lane, 2;", "add.u32 at, at, u;"]
     code += [f"mov.f32 a{v}, ${V + v};" for v in range(V)] + halving
-    if CTAS > 1:
-        code += ["mov.u32 rank, %cluster_ctarank;", f"mad.lo.u32 to, rank, {WARPS * V * 4}, to;"]
-        if first:  # the other blocks of the cluster have started
-            code.append("barrier.cluster.wait.acquire.aligned;")
     for i in range(len(owned)):
-        code += owned[i] + ["shl.b32 far, far, 2;", "add.u32 u, to, far;"]
-        if CTAS == 1:
-            code.append(f"st.shared.f32 [u], a{i};")
-        else:
-            for block in range(CTAS):
-                code += [f"mapa.shared::cluster.u32 far, u, {block};", f"st.shared::cluster.f32 [far], a{i};"]
-    if CTAS > 1:
-        code += ["barrier.cluster.arrive.release.aligned;", "barrier.cluster.wait.acquire.aligned;"]
-    else:
-        code.append("bar.sync 0;")
+        code += owned[i] + ["shl.b32 far, far, 2;", "add.u32 u, to, far;", f"st.shared.f32 [u], a{i};"]
+    code.append("bar.sync 0;")
     for start in range(0, V, 32):
         width = min(32, V - start)
         code += [f"setp.lt.u32 p, lane, {width};", "mov.f32 a0, 0f00000000;"]
-        for k in range(CTAS * WARPS):
+        for k in range(WARPS):
             code += ["mov.f32 t, 0f00000000;", f"@p ld.shared.f32 t, [at + {(k * V + start) * 4}];"]
             code.append("add.f32 a0, a0, t;")
         code += [f"shfl.sync.idx.b32 ${start + v}, a0, {v}, 31, -1;" for v in range(width)]
@@ -110,7 +98,7 @@ def box_ptx(size):
 def leave_ptx(V, WARPS):
     """V values, the lane, and the address of a source's sums, where each warp leaves its own, as [value][warp]."""
     halving, owned = _halved(V)
-    code = ["{", ".reg .pred p;", ".reg .b32 lane, far, u;", f".reg .f32 t, a<{V}>;", f"mov.u32 lane, ${V + 1};"]
+    code = ["{", ".reg .pred p;", ".reg .b32 lane, far, mine, u;", f".reg .f32 t, a<{V}>;", f"mov.u32 lane, ${V + 1};"]
     code += [f"mov.f32 a{v}, ${v + 1};" for v in range(V)] + halving + owned[0]
     code += [f"mad.lo.u32 u, far, {WARPS * 4}, ${V + 2};", "st.shared.f32 [u], a0;", "mov.u32 $0, 0;", "}"]
     return "\n".join(code)
@@ -129,6 +117,79 @@ def fetch_ptx(V, WARPS):
 
 
 @triton.constexpr_function
+def _exchanges(old, Q):
+    """Values of each exchange of a cluster: sums of the running sum, of the mixtures, and of `old` other sources."""
+    return (1 + Q, Q, old * (1 + Q)) if old else (1 + Q, Q)
+
+
+@triton.constexpr_function
+def _apart(CTAS, WARPS):
+    """Bytes from value to value in a box: a number of every warp of the cluster, and no conflicts between values."""
+    return (CTAS * WARPS + 4) * 4
+
+
+@triton.constexpr_function
+def _box(exchanges, k, CTAS, WARPS):
+    """Where the box of exchange k begins, behind a barrier for each."""
+    return (len(exchanges) * 8 + 15) // 16 * 16 + sum(exchanges[:k]) * _apart(CTAS, WARPS)
+
+
+@triton.constexpr_function
+def open_ptx(exchanges, CTAS, WARPS):
+    """Boxes of a cluster's exchanges, of so many values each, and barriers that count the bytes that arrive in them."""
+    code = ["{", f".shared .align 16 .b8 box[{_box(exchanges, len(exchanges), CTAS, WARPS)}];"]
+    code += [".reg .pred p;", ".reg .b32 u;", "mov.u32 $0, box;", "mov.u32 u, %tid.x;", "setp.eq.u32 p, u, 0;"]
+    for k, V in enumerate(exchanges):
+        code.append(f"@p mbarrier.init.shared::cta.b64 [$0 + {8 * k}], 1;")
+        code.append(f"@p mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0 + {8 * k}], {CTAS * WARPS * V * 4};")
+    code += ["@p fence.mbarrier_init.release.cluster;", "barrier.cluster.arrive.relaxed.aligned;", "}"]
+    return "\n".join(code)
+
+
+@triton.constexpr_function
+def send_ptx(exchanges, k, CTAS, WARPS):
+    """A warp's sums of V values into box[value][block][warp] of every block of the cluster, without any fence.
+
+    (The fence of a cluster barrier with release waits until all stores of a thread have reached the L2 cache.)
+    """
+    V = exchanges[k]
+    few = V * CTAS <= 32  # then as many lanes hold each sum as there are blocks, and send it to one each
+    halving, owned = _halved(V, CTAS if few else 1)
+    code = ["{", *_registers(V), "mov.u32 rank, %cluster_ctarank;", f"mad.lo.u32 to, rank, {WARPS}, warp;"]
+    code += ["shl.b32 to, to, 2;", "add.u32 to, to, $1;", f"add.u32 to, to, {_box(exchanges, k, CTAS, WARPS)};"]
+    code += [f"add.u32 at, $1, {8 * k};"] + [f"mov.f32 a{v}, ${2 + v};" for v in range(V)] + halving
+    for i in range(len(owned)):
+        code += owned[i] + [f"mad.lo.u32 u, far, {_apart(CTAS, WARPS)}, to;"]
+        code += ["setp.eq.u32 p, mine, 0;", f"@p bra sent{i};"]
+        if few:
+            code.append(f"and.b32 mine, lane, {CTAS - 1};")
+        for block in ["mine"] if few else range(CTAS):
+            code += [f"mapa.shared::cluster.u32 far, u, {block};", f"mapa.shared::cluster.u32 bar, at, {block};"]
+            code.append(f"st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [far], a{i}, [bar];")
+        code.append(f"sent{i}:")
+    return "\n".join(code + ["mov.u32 $0, 0;", "}"])
+
+
+@triton.constexpr_function
+def receive_ptx(exchanges, k, CTAS, WARPS):
+    """The V sums over the cluster, once all have arrived."""
+    V = exchanges[k]
+    code = ["{", *_registers(V), f"add.u32 at, ${V}, {_box(exchanges, k, CTAS, WARPS)};", "waiting:"]
+    code += [f"mbarrier.try_wait.parity.shared::cta.b64 p, [${V} + {8 * k}], 0;", "@!p bra waiting;"]
+    code.append(f"mad.lo.u32 at, lane, {_apart(CTAS, WARPS)}, at;")
+    for start in range(0, V, 32):
+        width = min(32, V - start)
+        code += [f"setp.lt.u32 p, lane, {width};", *(f"mov.f32 b{i}, 0f00000000;" for i in range(4))]
+        for i in range(0, CTAS * WARPS, 4):
+            code += [f"mov.f32 a{j}, 0f00000000;" for j in range(4)]
+            code.append(f"@p ld.shared.v4.f32 {{a0, a1, a2, a3}}, [at + {start * _apart(CTAS, WARPS) + i * 4}];")
+            code += [f"add.f32 b{j}, b{j}, a{j};" for j in range(4)]
+        code += ["add.f32 b0, b0, b1;", "add.f32 b2, b2, b3;", "add.f32 b0, b0, b2;"]
+        code += [f"shfl.sync.idx.b32 ${start + v}, b0, {v}, 31, -1;" for v in range(width)]
+    return "\n".join(code + ["}"])
+
+
+@triton.constexpr_function
 def _constraints(V):
     return ",".join(["=&f"] * V + ["f"] * V)
 
@@ -141,6 +202,16 @@ def _leave_constraints(V):
 @triton.constexpr_function
 def _fetch_constraints(V):
     return ",".join(["=&f"] * V + ["r"])
+
+
+@triton.constexpr_function
+def _send_constraints(V):
+    return ",".join(["=&r", "r"] + ["f"] * V)
+
+
+@triton.constexpr_function
+def _receive_constraints(V):
+    return ",".join(["=&f"] * V + ["r", "f"])  # what is not read gives the outputs their layout
 
 
 @triton.constexpr_function
@@ -167,9 +238,33 @@ def _place(rows, row):
 
 @gluon.jit
 @no_type_check
-def _all_sums(values, V: gl.constexpr, CTAS: gl.constexpr, WARPS: gl.constexpr, FIRST: gl.constexpr):
-    ptx: gl.constexpr = sums_ptx(V, CTAS, WARPS, FIRST)
+def _all_sums(values, V: gl.constexpr, WARPS: gl.constexpr):
+    """Over a block."""
+    ptx: gl.constexpr = sums_ptx(V, WARPS)
     return gl.inline_asm_elementwise(ptx, _constraints(V), values, _floats(V), is_pure=False, pack=1)
+
+
+@gluon.jit
+@no_type_check
+def _open(EXCHANGES: gl.constexpr, CTAS: gl.constexpr, WARPS: gl.constexpr):
+    ptx: gl.constexpr = open_ptx(EXCHANGES, CTAS, WARPS)
+    return gl.inline_asm_elementwise(ptx, "=&r", [], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+@no_type_check
+def _send_sums(box, values, EXCHANGES: gl.constexpr, k: gl.constexpr, CTAS: gl.constexpr, WARPS: gl.constexpr):
+    ptx: gl.constexpr = send_ptx(EXCHANGES, k, CTAS, WARPS)
+    given = (box,) + values
+    gl.inline_asm_elementwise(ptx, _send_constraints(EXCHANGES[k]), given, gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+@no_type_check
+def _received(box, like, EXCHANGES: gl.constexpr, k: gl.constexpr, CTAS: gl.constexpr, WARPS: gl.constexpr):
+    ptx: gl.constexpr = receive_ptx(EXCHANGES, k, CTAS, WARPS)
+    V: gl.constexpr = EXCHANGES[k]
+    return gl.inline_asm_elementwise(ptx, _receive_constraints(V), (box, like), _floats(V), is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -461,7 +556,7 @@ def mix_bursts(
         for i in gl.static_range(Q):
             for c in gl.static_range(C):
                 w = w + (gl.load(weight_ptrs[i] + c * CHUNK + o, eviction_policy="evict_first"),)
-        sums = _all_sums(squares, Q, 1, WARPS, False)
+        sums = _all_sums(squares, Q, WARPS)
         for i in gl.static_range(Q):
             inverse = gl.rsqrt(sums[i] / (totals[i] * totals[i]) / D + norm_eps) / totals[i]
             for c in gl.static_range(C):
@@ -478,19 +573,22 @@ def _ptx(code: gl.constexpr):
 
 @gluon.jit
 @no_type_check
-def _prefetch(pointers):
-    """A sector for each thread, into the L2 cache."""
-    code: gl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
-    gl.inline_asm_elementwise(code, "=r,l", [pointers], gl.int32, is_pure=False, pack=1)
+def _products(x, q, Q: gl.constexpr, CTAS: gl.constexpr, THREADS: gl.constexpr, VEC: gl.constexpr):
+    """A thread's own sums of a source: x x, and its x q."""
+    x = x.to(gl.float32)
+    own = (_own(x * x, CTAS, THREADS, VEC),)
+    for i in gl.static_range(Q):
+        own = own + (_own(x * q[i], CTAS, THREADS, VEC),)
+    return own
 
 
 @gluon.jit(do_not_specialize=["N"])
 @no_type_check
 def mix_cluster(
-    y_ptr, state_ptr, rejected_ptr, tap_ptr, block_ptr, partial_ptr, query_ptr, weight_ptrs, out_ptr, N, y_t, state_b,
-    block_t, partial_t, opens, ends, conv_scale, source_eps, norm_eps, score_scale,
+    y_ptr, state_ptr, rejected_ptr, tap_ptr, block_ptr, partial_ptr, query_ptr, weight_ptrs, out_ptr, N, y_t,
+    state_b, block_t, partial_t, opens, ends, conv_scale, source_eps, norm_eps, score_scale,
     D: gl.constexpr, n: gl.constexpr, Q: gl.constexpr, K: gl.constexpr, ROWS: gl.constexpr, JOIN: gl.constexpr,
-    L: gl.constexpr, ONE: gl.constexpr, CTAS: gl.constexpr, WARPS: gl.constexpr, VEC: gl.constexpr,
+    L: gl.constexpr, CTAS: gl.constexpr, WARPS: gl.constexpr, VEC: gl.constexpr,
 ):  # fmt: skip
     """n blocks and the running sum; where y `opens` a block, the last of the n is what the sum was before.
 
@@ -499,78 +597,82 @@ def mix_cluster(
     THREADS: gl.constexpr = 32 * WARPS
     PART: gl.constexpr = (D + CTAS * VEC - 1) // (CTAS * VEC) * VEC  # a block's channels
     gl.static_assert(PART <= THREADS * VEC)
-    _ptx("barrier.cluster.arrive.relaxed.aligned;")
+    EXCHANGES: gl.constexpr = _exchanges(n, Q)
+    box = _open(EXCHANGES, CTAS, WARPS)
     token = gl.program_id(0).to(gl.int64)
     block = gl.arange(0, CTAS, layout=gl.SliceLayout(1, L))[:, None]
     c = gl.arange(0, THREADS * VEC, layout=gl.SliceLayout(0, L))[None, :]
     o = block * PART + c
     live = (c < PART) & (o < D)
-    # Launched before the kernel in front of this one has ended: until then the parameters come nearer.
-    spot = gl.arange(0, CTAS, layout=gl.SliceLayout(1, ONE))[:, None] * PART
-    spot += gl.arange(0, THREADS, layout=gl.SliceLayout(0, ONE))[None, :] * VEC
-    spot = gl.minimum(spot, D - 1)
-    for i in gl.static_range(Q):
-        _prefetch(query_ptr + i * D + spot)
-        _prefetch(weight_ptrs[i] + spot)
-    if ROWS > 0:
-        for j in gl.static_range(K):
-            _prefetch(tap_ptr + j * D + spot)
     _ptx("griddepcontrol.wait; griddepcontrol.launch_dependents;")
     q, w, taps = (), (), ()
     for i in gl.static_range(Q):
         q = q + (gl.load(query_ptr + i * D + o, mask=live, other=0.0).to(gl.float32),)
-        w = w + (gl.load(weight_ptrs[i] + o, mask=live, other=0.0).to(gl.float32),)
+        w = w + (gl.load(weight_ptrs[i] + o, mask=live, other=0.0),)
     if ROWS > 0:
         for j in gl.static_range(K):
             taps = taps + (gl.load(tap_ptr + j * D + o, mask=live, other=0.0).to(gl.float32) * conv_scale,)
     x = ()
     for j in gl.static_range(n):
         there = live & (opens == 0) if JOIN and j == n - 1 else live
-        x = x + (gl.load(block_ptr + token * block_t + j * D + o, mask=there, other=0.0),)
+        at = block_ptr + token * block_t + j * D + o
+        x = x + (gl.load(at, mask=there, other=0.0),)
     last = gl.load(partial_ptr + token * partial_t + o, mask=live, other=0.0)
+    past, rows = gl.zeros([CTAS, THREADS * VEC], gl.float32, L), ()  # to which the newest y is added
+    if ROWS > 0:
+        rejected = 0
+        if rejected_ptr is not None:
+            rejected = gl.load(rejected_ptr + token).to(gl.int32)
+        state = state_ptr + token * state_b + o
+        for r in gl.static_range(ROWS):
+            old = live & (r >= rejected)
+            rows = rows + (gl.load(state + (r - rejected) * D, mask=old, other=0.0),)
+        for j in gl.static_range(1, K):
+            past += rows[ROWS - j].to(gl.float32) * taps[j]
+    if JOIN:
+        if n > 0:
+            closed = last.to(block_ptr.dtype.element_ty)
+            x = x[: n - 1] + (gl.where(opens, closed, x[n - 1]),)
+        past += gl.where(opens, 0.0, last.to(gl.float32))
+    own = ()
+    for j in gl.static_range(n):
+        own = own + _products(x[j], q, Q, CTAS, THREADS, VEC)
+    _ptx("barrier.cluster.wait.acquire.aligned;")  # the other blocks have opened their boxes
+    if n > 0:
+        _send_sums(box, own, EXCHANGES, 2, CTAS, WARPS)
     if JOIN:
         current = gl.load(y_ptr + token * y_t + o, mask=live, other=0.0)
         y = current.to(gl.float32)
         if ROWS > 0:
-            rejected = 0
-            if rejected_ptr is not None:
-                rejected = gl.load(rejected_ptr + token).to(gl.int32)
-            state = state_ptr + token * state_b + o
-            rows = ()
-            for r in gl.static_range(ROWS):
-                rows = rows + (gl.load(state + (r - rejected) * D, mask=live & (r >= rejected), other=0.0),)
-            rows = rows + (current,)
-            y = y * (taps[0] + conv_scale)
-            for j in gl.static_range(1, K):
-                y += rows[ROWS - j].to(gl.float32) * taps[j]
-            for r in gl.static_range(ROWS):
-                gl.store(state + r * D, rows[r + 1], mask=live)
+            y *= taps[0] + conv_scale
+        y += past
+        last = gl.where(ends, y.to(out_ptr.dtype.element_ty).to(gl.float32), y)
+    own = _products(last, q, Q, CTAS, THREADS, VEC)
+    _send_sums(box, own, EXCHANGES, 0, CTAS, WARPS)
+    if JOIN:
+        rows = rows + (current,)
+        for r in gl.static_range(ROWS):
+            gl.store(state + r * D, rows[r + 1], mask=live)
         if n > 0:
-            closed = last.to(block_ptr.dtype.element_ty)
             gl.store(block_ptr + token * block_t + (n - 1) * D + o, closed, mask=live & opens)
-            x = x[: n - 1] + (gl.where(opens, closed, x[n - 1]),)
-        y += gl.where(opens, 0.0, last.to(gl.float32))
-        y = gl.where(ends, y.to(out_ptr.dtype.element_ty).to(gl.float32), y)
-        gl.store(partial_ptr + token * partial_t + o, y, mask=live)
-        last = y
+        gl.store(partial_ptr + token * partial_t + o, last, mask=live)
     x = x + (last,)
-    own = ()
-    for j in gl.static_range(len(x)):
-        x_j = x[j].to(gl.float32)
-        own = own + (_own(x_j * x_j, CTAS, THREADS, VEC),)
-        for i in gl.static_range(Q):
-            own = own + (_own(x_j * q[i], CTAS, THREADS, VEC),)
-    weights, totals = _weights(_all_sums(own, len(own), CTAS, WARPS, True), source_eps, score_scale, D, len(x), Q)
+    sums = ()
+    if n > 0:
+        sums = _received(box, own[0], EXCHANGES, 2, CTAS, WARPS)
+    sums = sums + _received(box, own[0], EXCHANGES, 0, CTAS, WARPS)
+    weights, totals = _weights(sums, source_eps, score_scale, D, n + 1, Q)
     mixed, own = (), ()
     for i in gl.static_range(Q):
         y = gl.zeros([CTAS, THREADS * VEC], gl.float32, L)
-        for j in gl.static_range(len(x)):
-            y += x[j].to(gl.float32) * _wide(weights[i * len(x) + j], CTAS, THREADS, VEC, L)
+        for j in gl.static_range(n + 1):
+            y += x[j].to(gl.float32) * _wide(weights[i * (n + 1) + j], CTAS, THREADS, VEC, L)
         mixed, own = mixed + (y,), own + (_own(y * y, CTAS, THREADS, VEC),)
-    sums = _all_sums(own, Q, CTAS, WARPS, False)
+    _send_sums(box, own, EXCHANGES, 1, CTAS, WARPS)
+    sums = _received(box, own[0], EXCHANGES, 1, CTAS, WARPS)
     for i in gl.static_range(Q):
         inverse = gl.rsqrt(sums[i] / (totals[i] * totals[i]) / D + norm_eps) / totals[i]
-        y = mixed[i] * _wide(inverse, CTAS, THREADS, VEC, L) * w[i]
+        y = mixed[i] * _wide(inverse, CTAS, THREADS, VEC, L) * w[i].to(gl.float32)
         gl.store(out_ptr + (i * N + token) * D + o, y.to(out_ptr.dtype.element_ty), mask=live)
 
 
