@@ -12,6 +12,7 @@ from inkling_ref import fused, residual
 from inkling_ref.errors import InputError
 from inkling_ref.kernels import residual as residual_kernel
 from inkling_ref.kernels import residual_hopper
+from inkling_ref.kernels.projections import project
 
 pytestmark = needs_device
 
@@ -145,6 +146,42 @@ def test_many_tokens_join_in_bursts(monkeypatch, how, running_sum):
     assert torch.equal(actual[1], eager[1])
     for i in (0, 2):
         assert relative_rms(actual[i], exact[i]) <= bound(dtype, eager[i], exact[i])
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="no GPU")
+def test_in_a_graph_sources_are_read_early(monkeypatch):
+    """There a token's sources are read before the kernel in front has ended, which writes y: never an old y."""
+    monkeypatch.undo()  # poisoning would put a kernel between them
+    D, B, layers, dtype = 4608, 2, 5, torch.bfloat16
+    taps, query, norm = (placed(torch.randn(*shape), torch.float32) for shape in ((D, 1, 4), (D,), (D,)))
+    weights = [placed(torch.randn(D, D) / 70, dtype) for _ in range(layers)]
+    given = [placed(torch.randn(B, *shape), dtype) for shape in ((1, D), *[(3, D)] * layers, (1, 3, D))]
+    given.append(placed(torch.randn(B, 1, D), torch.float32))
+    now = [t.clone() for t in given]
+
+    def chain():
+        h, *states, blocks, partial = now
+        for i, (w, state) in enumerate(zip(weights, states, strict=True)):
+            how = {"opens_block": i == 2, "ends_layer": i % 2 == 1}
+            (y,) = project([h], [w])
+            (h,) = residual_kernel.join_and_mix(
+                y, state, taps, blocks, partial, 1 + (i > 2), query, [norm], 1e-6, **how
+            )  # fmt: skip
+        return h
+
+    chain()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        h = chain()
+    for _ in range(20):
+        given[0].normal_()
+        after = []
+        for run in (graph.replay, chain):
+            for t, start in zip(now, given, strict=True):
+                t.copy_(start)
+            result = run()
+            after.append([t.clone() for t in (h if result is None else result, *now)])
+        assert all(map(torch.equal, *after))
 
 
 def test_strided_arguments():

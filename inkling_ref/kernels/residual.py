@@ -304,7 +304,7 @@ def _bursts(
 def _cluster(
     hopper: ModuleType, y: Tensor | None, state: Tensor | None, weight: Tensor | None, rejected: Tensor | None,
     blocks: Tensor, partial: Tensor, n: int, queries: Tensor, norm_weights: list[Tensor], out: Tensor, eps: float,
-    block_t: int, partial_t: int, opens: bool = False, ends: bool = False,
+    block_t: int, partial_t: int, opens: bool = False, ends: bool = False, early: bool = False,
 ) -> None:  # fmt: skip
     """`mix_cluster` of a few tokens; without y of the sources as they are, without a state no convolution."""
     Q, D = len(norm_weights), out.shape[-1]
@@ -314,7 +314,7 @@ def _cluster(
     ctas, warps, vec = _CLUSTER
     hopper.mix_cluster[(N,)](
         y, state, rejected, taps, blocks, partial, queries, tuple(norm_weights), out, N,
-        0 if y is None else D, 0 if state is None else state.stride(0), block_t, partial_t, opens, ends,
+        early, 0 if y is None else D, 0 if state is None else state.stride(0), block_t, partial_t, opens, ends,
         1 / math.sqrt(K + 1), SOURCE_EPS, eps, LOG2E / math.sqrt(D),
         D=D, n=n + opens, Q=Q, K=K, ROWS=0 if state is None else state.shape[1], JOIN=y is not None,
         L=hopper.layout(ctas, warps, vec), CTAS=ctas, WARPS=warps, VEC=vec,
@@ -383,7 +383,9 @@ def join_and_mix(
 ) -> list[Float[Tensor, "B T D"]]:
     """Twin of `fused.join_and_mix`: state, blocks and running sum are written in place, nothing waits for the host.
 
-    One launch for a token a row on Hopper GPUs, otherwise one more for the convolution.
+    One launch for a token a row on Hopper GPUs, otherwise one more for the convolution. In a graph that one launch
+    reads all but y while the kernel in front still runs. That may write y, but none of the others, and must not let
+    this one start before it has itself waited for those in front of it. A call before the capture prepares the weight.
 
     Raises:
         InputError: see `expect`; no room for `count` blocks and one that closes; blocks or running sum whose tokens do
@@ -406,6 +408,7 @@ def join_and_mix(
     (same, block_t), (sum_, partial_t) = _by_token(blocks), _by_token(partial)
     if same is not blocks or sum_ is not partial:
         raise InputError("triton join_and_mix: strided blocks or running sum, expected tokens one distance apart")
+    as_they_lie = all(t is None or t.is_contiguous() for t in (rejected, queries, *norm_weights))
     rejected = None if rejected is None else rejected.contiguous()
     norm_weights = [w.contiguous() for w in norm_weights]
     hopper = _hopper(y.device)
@@ -416,7 +419,9 @@ def join_and_mix(
     y, queries = y.contiguous(), queries.contiguous()
     rest = blocks, partial, count, queries, norm_weights, out, eps, block_t, partial_t, opens_block, ends_layer
     if few:
-        _cluster(hopper, y, state, weight, rejected, *rest)
+        # Where no kernel just in front of this one writes anything but y: in a graph, and without copies.
+        early = state is not None and as_they_lie and torch.cuda.is_current_stream_capturing()
+        _cluster(hopper, y, state, weight, rejected, *rest, early)
     elif hopper is None or not _bursts(hopper, y, *rest):
         _programs(y, *rest)
     return list(out.unbind(0))

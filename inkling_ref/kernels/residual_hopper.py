@@ -9,7 +9,8 @@ of x x; then one exchange of all these sums, the softmax, the mixtures, and a se
   take turns: while one waits for its burst, the other computes. Where y joins the running sum, it comes with the burst.
 - `mix_cluster`, for few: a cluster of 8 multiprocessors shares the channels of a token, which one alone could not
   read fast enough; its sums are exchanged through distributed shared memory. For decoding it also holds what stands
-  between two sublayers: the short convolution with its rolling state, and the running sum.
+  between two sublayers: the short convolution with its rolling state, and the running sum. There only y is new: the
+  sums of all other sources are exchanged while the kernel in front of this one still runs (`early`).
 """
 
 # ruff: noqa: RUF005, RET505 (Triton joins tuples with +, does not know *, and wants an else after a return)
@@ -585,7 +586,7 @@ def _products(x, q, Q: gl.constexpr, CTAS: gl.constexpr, THREADS: gl.constexpr, 
 @gluon.jit(do_not_specialize=["N"])
 @no_type_check
 def mix_cluster(
-    y_ptr, state_ptr, rejected_ptr, tap_ptr, block_ptr, partial_ptr, query_ptr, weight_ptrs, out_ptr, N, y_t,
+    y_ptr, state_ptr, rejected_ptr, tap_ptr, block_ptr, partial_ptr, query_ptr, weight_ptrs, out_ptr, N, early, y_t,
     state_b, block_t, partial_t, opens, ends, conv_scale, source_eps, norm_eps, score_scale,
     D: gl.constexpr, n: gl.constexpr, Q: gl.constexpr, K: gl.constexpr, ROWS: gl.constexpr, JOIN: gl.constexpr,
     L: gl.constexpr, CTAS: gl.constexpr, WARPS: gl.constexpr, VEC: gl.constexpr,
@@ -593,6 +594,7 @@ def mix_cluster(
     """n blocks and the running sum; where y `opens` a block, the last of the n is what the sum was before.
 
     JOIN: y joins the running sum; with a state of ROWS > 0 rows it passes through its convolution first.
+    early: the kernel in front writes y alone; all else is read, and summed up, before that has ended.
     """
     THREADS: gl.constexpr = 32 * WARPS
     PART: gl.constexpr = (D + CTAS * VEC - 1) // (CTAS * VEC) * VEC  # a block's channels
@@ -604,7 +606,8 @@ def mix_cluster(
     c = gl.arange(0, THREADS * VEC, layout=gl.SliceLayout(0, L))[None, :]
     o = block * PART + c
     live = (c < PART) & (o < D)
-    _ptx("griddepcontrol.wait; griddepcontrol.launch_dependents;")
+    if not early:
+        _ptx("griddepcontrol.wait;")
     q, w, taps = (), (), ()
     for i in gl.static_range(Q):
         q = q + (gl.load(query_ptr + i * D + o, mask=live, other=0.0).to(gl.float32),)
@@ -612,21 +615,21 @@ def mix_cluster(
     if ROWS > 0:
         for j in gl.static_range(K):
             taps = taps + (gl.load(tap_ptr + j * D + o, mask=live, other=0.0).to(gl.float32) * conv_scale,)
-    x = ()
+    x = ()  # past the L1 cache, where an older kernel's reading may stand
     for j in gl.static_range(n):
         there = live & (opens == 0) if JOIN and j == n - 1 else live
         at = block_ptr + token * block_t + j * D + o
-        x = x + (gl.load(at, mask=there, other=0.0),)
-    last = gl.load(partial_ptr + token * partial_t + o, mask=live, other=0.0)
+        x = x + (gl.load(at, mask=there, other=0.0, cache_modifier=".cg"),)
+    last = gl.load(partial_ptr + token * partial_t + o, mask=live, other=0.0, cache_modifier=".cg")
     past, rows = gl.zeros([CTAS, THREADS * VEC], gl.float32, L), ()  # to which the newest y is added
     if ROWS > 0:
         rejected = 0
         if rejected_ptr is not None:
-            rejected = gl.load(rejected_ptr + token).to(gl.int32)
+            rejected = gl.load(rejected_ptr + token, cache_modifier=".cg").to(gl.int32)
         state = state_ptr + token * state_b + o
         for r in gl.static_range(ROWS):
             old = live & (r >= rejected)
-            rows = rows + (gl.load(state + (r - rejected) * D, mask=old, other=0.0),)
+            rows = rows + (gl.load(state + (r - rejected) * D, mask=old, other=0.0, cache_modifier=".cg"),)
         for j in gl.static_range(1, K):
             past += rows[ROWS - j].to(gl.float32) * taps[j]
     if JOIN:
@@ -640,6 +643,7 @@ def mix_cluster(
     _ptx("barrier.cluster.wait.acquire.aligned;")  # the other blocks have opened their boxes
     if n > 0:
         _send_sums(box, own, EXCHANGES, 2, CTAS, WARPS)
+    _ptx("griddepcontrol.wait; griddepcontrol.launch_dependents;")
     if JOIN:
         current = gl.load(y_ptr + token * y_t + o, mask=live, other=0.0)
         y = current.to(gl.float32)
