@@ -111,6 +111,67 @@ def test_attend_cache(sizes, lengths, window, page, dtype):
     check(decode_kernel.attend_cache, fused.attend_cache, tensors, dtype, **arguments)
 
 
+CLUSTERS = {  # heads, key/value heads, extent; lengths, window, slots of a page: what `decode_hopper` takes
+    "a rank's heads": ((6, 1, 1024), [2900, 1023, 1024, 300, 64, 0], 1024, 128),
+    "two heads, small pages": ((10, 2, 1024), [1500, 127, 1022], 1024, 64),
+    "no pages": ((8, 1, 700), [1200, 999, 5], 1000, None),
+    "four blocks": ((6, 1, 512), [1999, 100, 511], 512, 128),
+    "a short window": ((3, 1, 33), [400, 3], 33, 64),
+    "rows not in use": ((6, 1, 1024), [-1, 1100, -1], 1024, 128),
+    "no row in use": ((6, 1, 1024), [-1, -1], 1024, 128),
+}
+
+
+def for_a_cluster(heads, lengths, window, page):
+    H, G, X = heads
+    sizes = {"B": len(lengths), "T": 1, "H": H, "G": G, "d": 128, "R": 16, "X": X, "S": max(*lengths, 9) + 1}
+    return cache(operands(**sizes), lengths, window, page)
+
+
+needs_hopper = pytest.mark.skipif(
+    INTERPRETED or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU: clusters, in Gluon"
+)
+
+
+@needs_hopper
+@pytest.mark.parametrize("case", CLUSTERS.values(), ids=CLUSTERS)
+def test_attend_cache_by_clusters(case, monkeypatch):
+    monkeypatch.setattr(decode_kernel, "attend_split", None)  # which would be called instead
+    tensors, arguments = for_a_cluster(*case)
+    check(decode_kernel.attend_cache, fused.attend_cache, tensors, torch.bfloat16, **arguments)
+
+
+@needs_hopper
+def test_clusters_give_the_same_bits():
+    """At any time, beside anything else: 64 rows in a graph, replayed on two streams."""
+    tensors, arguments = for_a_cluster((6, 1, 1024), [1100 + 37 * b for b in range(64)], 1024, 128)
+    given = {name: placed(t, torch.bfloat16) for name, t in tensors.items()} | arguments
+    run = lambda: [decode_kernel.attend_cache(**given) for _ in range(7)]  # noqa: E731
+    expected, streams = run()[0], [torch.cuda.Stream() for _ in range(2)]
+    graphs = [captured(run) for _ in streams]
+    for _ in range(20):
+        for stream, (graph, _) in zip(streams, graphs, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+    torch.cuda.synchronize()
+    for _, outputs in graphs:
+        for y in outputs:
+            assert torch.equal(y, expected)
+
+
+@needs_hopper
+@pytest.mark.parametrize("name", ["q", "r", "sink", "gate", "keys", "values"])
+def test_clusters_pass_nan_on(name):
+    """Where the reference has one, and nowhere else."""
+    tensors, arguments = for_a_cluster((6, 1, 1024), [1200, 40], 1024, 128)
+    given = {name: placed(t, torch.bfloat16) for name, t in tensors.items()}
+    place = (0, 0, 2) if name not in ("keys", "values") else (int(arguments["table"][0, 1000 // 128]), 0, 1000 % 128)
+    given[name][place] = math.nan
+    y, expected = (op(**given, **arguments) for op in (decode_kernel.attend_cache, fused.attend_cache))
+    assert expected.isnan().any()
+    assert torch.equal(y.isnan(), expected.isnan())
+
+
 def test_attend_cache_reads_strided_integers():
     tensors, arguments = cache(operands(B=3, T=2, S=150, **SMALL), [148, 5, 70], None, 64)
     for name in ("lengths", "table"):

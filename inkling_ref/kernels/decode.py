@@ -28,9 +28,13 @@ of their own behind that wait, in a head's last split.
 **Warps own keys.** With up to 16 rows a step's keys are dealt to the warps, each with its own running softmax, as a
 product in three dimensions [warps, rows, keys]: no exchange between warps until the end. More rows fill the wide
 matrix unit, whose warps own rows.
+
+One token that sees a window is for `decode_hopper` where it runs: a cluster of processors for each head, in one launch.
 """
 
+import functools
 import math
+from types import ModuleType
 from typing import NamedTuple, no_type_check
 
 import torch
@@ -40,12 +44,25 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..errors import InputError
-from . import FLOATS, adjacent, arrivals, axes, cdiv, dependent, expect, next_power_of_2, prepared, processors
+from . import (
+    FLOATS,
+    INTERPRETED,
+    adjacent,
+    arrivals,
+    axes,
+    cdiv,
+    dependent,
+    expect,
+    next_power_of_2,
+    prepared,
+    processors,
+)
 from .approximate import TO_BASE2
 
 LOWEST: tl.constexpr = tl.constexpr(-1e30)  # stands for -inf where a difference of two must not be NaN
 WITHIN = 256  # rows of one head's splits up to which its last program adds them up; of more, one would take too long
 AT_ONCE = 2**14  # numbers of the splits that it reads at one time
+CLUSTERS = 64  # heads up to which a window is read by a cluster each
 
 
 class Tile(NamedTuple):
@@ -521,6 +538,44 @@ def attend_split(
     return out
 
 
+@functools.cache
+def _hopper(device: torch.device) -> ModuleType | None:
+    """`decode_hopper`, where it runs."""
+    if INTERPRETED or torch.cuda.get_device_capability(device)[0] != 9:
+        return None
+    from . import decode_hopper
+
+    return decode_hopper
+
+
+def _by_clusters(
+    q: Tensor, k: Tensor, v: Tensor, r: Tensor, profiles: Tensor, sink: Tensor, gate: Tensor, lengths: Tensor,
+    window: int | None, table: Tensor | None,
+) -> Tensor | None:  # fmt: skip
+    """`attend_cache` of one token, if the call is for `decode_hopper`; else nothing."""
+    (B, T, H, d), (G, S), (R, X) = q.shape, k.shape[1:3], profiles.shape
+    if T > 1 or window is None or B * G > CLUSTERS or (d, R) != (128, 16) or q.dtype != torch.bfloat16:
+        return None
+    hopper, given = _hopper(q.device), [lengths] if table is None else [lengths, table]
+    if hopper is None or window > 1024 or H > 8 * G or not all(u.is_contiguous() for u in given):
+        return None
+    strides = *k.stride()[:3], *v.stride()[:3]
+    if any(u.stride(-1) != 1 for u in (q, k, v, r, sink, gate)) or any(n % 8 for n in strides):
+        return None
+    if max(len(k) * k.stride(0), len(v) * v.stride(0), q.stride(0) * B, gate.stride(0) * B) >= 2**31:
+        return None  # it counts in 32 bits
+    ctas, keys = (4, 128) if window <= 512 else (8, 128)
+    page, pages = (S, table.shape[1]) if table is not None else (0, 0)
+    out = torch.empty(B, 1, H * d, dtype=q.dtype, device=q.device)
+    hopper.decode_cluster[(B * G,)](
+        q, k, v, table, r, prepared(profiles, transposed), sink, gate, out, lengths, S * max(pages, 1), pages,
+        q.stride(0), q.stride(2), *k.stride()[:2], *v.stride()[:2], r.stride(0), r.stride(2), sink.stride(0),
+        gate.stride(0), G=G, Q=H // G, X=X, W=window, PAGE=page, K_S=k.stride(2), V_S=v.stride(2), CTAS=ctas, KEYS=keys,
+        **hopper.layouts(ctas, keys), num_warps=8, num_ctas=ctas, launch_pdl=True,
+    )  # fmt: skip
+    return out
+
+
 def attend_cache(
     q: Float[Tensor, "B T H d"],
     keys: Float[Tensor, "P G S d"],
@@ -559,4 +614,7 @@ def attend_cache(
         )
     if table is not None and keys.shape[2] % 64:
         raise InputError(f"triton attend_cache: pages of {keys.shape[2]} slots, expected a multiple of 64")
+    out = _by_clusters(q, keys, values, r, profiles, sink, gate, lengths, window, table)
+    if out is not None:
+        return out
     return attend_split(q, keys, values, r, profiles, sink, gate, lengths, 0, window, table, early=True)
