@@ -77,14 +77,14 @@ def _experts_and_bias(bias_ptr, E: tl.constexpr, ROWS: tl.constexpr):
 @triton.jit
 @no_type_check
 def _best(
-    logit_ptr, experts, bias, weight_ptr, id_ptr, first_row, N, route_scale,
+    logit_ptr, experts, bias, weight_ptr, id_ptr, first_row, N, stop, route_scale,
     E: tl.constexpr, SLICES: tl.constexpr, ROWS: tl.constexpr, k: tl.constexpr, NORMALIZE: tl.constexpr,
 ):  # fmt: skip
-    """The choice of ROWS rows from `first_row` on."""
+    """The choice of `first_row` to `stop`, of ROWS rows at most."""
     LINES: tl.constexpr = experts.shape[0] // ROWS
     PLACES: tl.constexpr = max(32, triton.next_power_of_2(k))
     row, real = first_row + tl.arange(0, LINES * ROWS) % ROWS, experts < E
-    at = (tl.minimum(row, N - 1) * E)[:, None] + experts
+    at = (tl.minimum(row, stop - 1) * E)[:, None] + experts
     logit = tl.load(logit_ptr + at, mask=real, other=0.0)
     for i in tl.static_range(1, SLICES):
         logit += tl.load(logit_ptr + i * N * E + at, mask=real, other=0.0)
@@ -110,7 +110,7 @@ def _best(
     chosen = chosen.to(tl.float32, bitcast=True)
     if NORMALIZE:
         chosen = chosen / (tl.sum(chosen, 1) + 1e-20)[:, None]
-    out, mask = row.to(tl.int64) * k + places, (row < N) & (places < k)
+    out, mask = row.to(tl.int64) * k + places, (row < stop) & (places < k)
     tl.store(weight_ptr + out, chosen * route_scale, mask=mask)
     tl.store(id_ptr + out, ids.to(tl.int64), mask=mask)
 
@@ -125,7 +125,8 @@ def _choose(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    _best(logit_ptr, experts, bias, weight_ptr, id_ptr, tl.program_id(0), N, route_scale, E, SLICES, 1, k, NORMALIZE)
+    row = tl.program_id(0)
+    _best(logit_ptr, experts, bias, weight_ptr, id_ptr, row, N, row + 1, route_scale, E, SLICES, 1, k, NORMALIZE)
 
 
 @triton.jit(do_not_specialize_on_alignment=_UNALIGNED)
@@ -136,14 +137,15 @@ def _route_few(
     STEPS: tl.constexpr, TERMS: tl.constexpr, k: tl.constexpr, NORMALIZE: tl.constexpr, WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """All rows against a few experts and a slice of the columns: a term of the sum in [slices, N, E]; then the choice.
+    """ROWS rows against a few experts and a slice of the columns: a term of the sum in [slices, N, E]; then the choice.
 
     Weights and biases are on their way before the kernel waits for the rows.
     """
     SLICES: tl.constexpr = triton.cdiv(D, STEP * STEPS)
     CHOOSING: tl.constexpr = max(WARPS, ROWS)
     everyone, bias = _experts_and_bias(bias_ptr, E, CHOOSING)
-    first, rows = tl.program_id(1) * STEP * STEPS, tl.arange(0, ROWS)
+    first_row = tl.program_id(2) * ROWS
+    first, rows = tl.program_id(1) * STEP * STEPS, first_row + tl.arange(0, ROWS)
     experts = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
     if TERMS > 1:  # sums of STEP columns, each from 0: see the module
         starts = first + tl.arange(0, STEPS)[:, None, None] * STEP
@@ -183,9 +185,14 @@ def _route_few(
     tl.store(logit_ptr + out, part, mask=(rows[:, None] < N) & (experts[None, :] < E))
     # One thread counts for all of the program: after their stores, and before the last program's loads.
     tl.debug_barrier()
+    count_ptr += tl.program_id(2)
     if tl.atomic_add(count_ptr, 1, sem="acq_rel") == tl.num_programs(0) * tl.num_programs(1) - 1:
         tl.store(count_ptr, 0)
-        _best(logit_ptr, everyone, bias, weight_ptr, id_ptr, 0, N, route_scale, E, SLICES, CHOOSING, k, NORMALIZE)
+        stop = tl.minimum(N, first_row + ROWS)
+        _best(
+            logit_ptr, everyone, bias, weight_ptr, id_ptr, first_row, N, stop, route_scale, E, SLICES, CHOOSING, k,
+            NORMALIZE,
+        )  # fmt: skip
 
 
 def _aligned(x: Float[Tensor, "N D"]) -> Float[Tensor, "N columns"]:
@@ -241,11 +248,11 @@ def route(
     if N <= _FEW:
         w, terms = weight.float().contiguous(), 1 if N == 1 else _TERMS.get(h.dtype, 1)  # one row shares no work
         experts, step, steps, warps = (1, 512, 9, 4) if N == 1 else (4, 128, 9, 4) if terms == 1 else (16, 32, 32, 8)
-        rows = max(1 if terms == 1 else 8, next_power_of_2(N))  # the matrix unit has 8 and more
-        slices = cdiv(D, step * steps)
+        rows = 8 if terms > 1 else min(8, next_power_of_2(N))  # 8: the matrix unit's least, and what registers hold
+        slices, groups = cdiv(D, step * steps), cdiv(N, rows)
         logits = torch.empty(slices, N, E, dtype=torch.float32, device=h.device)
-        _route_few[(cdiv(E, experts), slices)](
-            h, w, b, logits, arrivals(h.device, 1), weights, ids, N, h.stride(0), scale, D=D, E=E, ROWS=rows,
+        _route_few[(cdiv(E, experts), slices, groups)](
+            h, w, b, logits, arrivals(h.device, groups), weights, ids, N, h.stride(0), scale, D=D, E=E, ROWS=rows,
             EXPERTS=experts, STEP=step, STEPS=steps, TERMS=terms, k=k, NORMALIZE=normalize, WARPS=warps, PDL=pdl,
             num_warps=warps,
             # Only where no kernel just before this one writes weight or bias, read before the wait: in a graph.
