@@ -419,13 +419,13 @@ def test_nvfp4_by_as_many_blocks_at_a_time_as_on_a_gpu(E, N, K, assembly, monkey
 
 
 @needs_device
-def test_programs_fill_whole_waves():
+def test_programs_come_in_several_waves():
     wave = kernel.RESIDENT * processors(torch.device(DEVICE))
-    for experts, matrix in ((1, 10 * wave), (8, 10 * wave), (3, 7 * wave // 2), (1, 1)):  # in tiles
+    sizes = [(1, 10 * wave, 2), (8, 10 * wave, 8), (3, 7 * wave // 2, 2), (1, 2 * wave, 1), (1, 1, 1)]
+    for experts, matrix, expected in sizes:  # in tiles
         tiles = kernel._tiles(experts, matrix * kernel.LANES, torch.device(DEVICE))
-        waves = experts * matrix / tiles / wave
-        assert tiles <= kernel.MOST_TILES
-        assert waves % 1 == 0 or waves % 1 > 0.9 or tiles == 1, (experts, matrix, tiles)
+        assert tiles == expected
+        assert tiles == 1 or experts * matrix / tiles >= kernel.WAVES * wave
 
 
 @needs_device

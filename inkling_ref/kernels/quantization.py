@@ -63,8 +63,9 @@ from .approximate import reciprocal, with_sign
 
 # Blocks that a program encodes at a time: quickly, one warp in which a thread holds a whole block; and literally.
 LANES, PART = (512, 256) if INTERPRETED else (32, 2)
-MOST_TILES = 16  # times LANES blocks
+MOST_TILES = 8  # times LANES blocks
 RESIDENT = 1 if INTERPRETED else 32  # programs that a multiprocessor holds at a time
+WAVES = 4  # of programs, at least, if one has several tiles: who comes late costs a part of one
 SIXTH, SIXTH_REST = tl.constexpr(0.1666666716337204), tl.constexpr(-4.967053879312289e-09)  # 1/6: see `_inverse`
 BAD_SCALE = 255  # E8M0's NaN
 OUTER = tl.constexpr(DENOMINATOR)
@@ -618,10 +619,9 @@ def fake_mxfp8(x: Float[Tensor, "*rows K"]) -> Float[Tensor, "*rows K"]:
 
 
 def _tiles(experts: int, blocks: int, device: torch.device) -> int:
-    """How many times LANES blocks a program encodes: programs shall fill whole waves of what the GPU holds."""
-    tiles, wave = experts * cdiv(blocks, LANES), RESIDENT * processors(device)
-    waves = cdiv(tiles, wave * MOST_TILES)
-    return max(1, min(cdiv(tiles, waves * wave), blocks // LANES))
+    """How many times LANES blocks a program encodes: as many as leave programs for a few waves."""
+    tiles = experts * cdiv(blocks, LANES) // (WAVES * RESIDENT * processors(device))
+    return max(1, min(tiles, MOST_TILES, blocks // LANES))
 
 
 def _aligned(w: Tensor) -> Tensor:
