@@ -11,13 +11,14 @@ for this one. Here everything that lives from step to step has its place from th
 
 A step reads T tokens a row: 1, or a token and its drafts. It runs the fused operations of `fused` or their kernels,
 about ten launches a layer, and projections that read the same input are one product. A prompt fills the same places by
-the same operations (`prefill`): any number of tokens, for which lengths are read on the host and nothing is captured.
+the same operations (`prefill`): any number of tokens, for which lengths are read on the host. Where a prompt begins, a
+number of tokens that comes again and again can be a graph of its own (`capture_prefill`).
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -231,6 +232,16 @@ class Prompt:
         state.put(self.kept[window], keys_values)
 
 
+class PromptGraph(NamedTuple):
+    """Where empty rows begin, one number of tokens: `DecodeStep.capture_prefill`."""
+
+    graph: torch.cuda.CUDAGraph
+    prompt: Prompt  # its tensors are read by every replay
+    ids: Int[Tensor, "B T"]
+    hidden: Float[Tensor, "B D"]
+    taps: dict[int, Tensor]
+
+
 @contextmanager
 def rolled(state: Float[Tensor, "B N C"], inputs: tuple[Tensor, ...], prompt: Prompt | None) -> Iterator[None]:
     """Within it an operation takes `inputs`, channels after channels, into `state`; afterwards padding is out of it."""
@@ -295,6 +306,7 @@ class DecodeStep:
         self.hidden: Tensor | None = None
         self.taps: dict[int, Tensor] = {}  # of the newest call, by layer id, [B, T, D]: see `dspark.observe`
         self.graph: torch.cuda.CUDAGraph | None = None
+        self.prompts: dict[int, PromptGraph] = {}  # by their numbers of tokens
         self.head: tuple[float, torch.cuda.CUDAGraph, Tensor] | None = None  # a temperature's, and where its ids are
         self.reset()
 
@@ -425,21 +437,33 @@ class DecodeStep:
             ids, counts = ids.gather(1, order), attention_mask.sum(dim=1).tolist()
         if max(self.ends) + T > self.capacity:
             raise InputError(f"decode step: {self.capacity} positions, expected room for {max(self.ends)} and {T} more")
-        model, llm, prompt = self.model, self.model.llm, Prompt(self.ends, counts, T, ids.device)
+        if image_features is None:
+            self.model._place_images(ids, ids, None, counts, None)  # none are expected: nothing is placed
+        if T in self.prompts and counts == [T] * B and image_features is None and not any(self.ends):
+            graph, _, own_ids, hidden, self.taps = self.prompts[T]
+            own_ids.copy_(ids)
+            graph.replay()
+        else:
+            hidden = self._read(ids, Prompt(self.ends, counts, T, ids.device), image_features)
+        self._begin([n + count for n, count in zip(self.ends, counts, strict=True)])
+        return hidden
+
+    def _read(
+        self, ids: Int[Tensor, "B T"], prompt: Prompt, image_features: Float[Tensor, "tiles D"] | None = None
+    ) -> Float[Tensor, "B D"]:
+        """The operations of `prefill`; without images nothing waits for the device."""
+        model, llm = self.model, self.model.llm
         eps, norms = model.config.text.rms_norm_eps, input_norms(llm.layers[0])
         rows, table = self.ranks.enter(ids)
         blocks, partial = self._depth(*rows.shape)
         inputs = self.ops.embed_and_norm(rows, table, llm.embed_norm.weight, partial, norms, eps)
-        # Without images only counted, not read.
-        e = inputs[0] if image_features is None else self.ranks.all_tokens([partial.to(model.dtype)])[0]
-        placed = model._place_images(e, ids, image_features, counts, None)
-        if placed is not e:
-            placed = self.ranks.carried(placed)
+        if image_features is not None:
+            (e,) = self.ranks.all_tokens([partial.to(model.dtype)])
+            placed = self.ranks.carried(model._place_images(e, ids, image_features, prompt.counts.tolist(), None))
             partial.copy_(placed)
             inputs = self.ops.mix_and_norm(placed[:, :, None], None, norms, eps, model.dtype)
         (hidden,) = self.ranks.all_tokens([self._layers(inputs, blocks, partial, prompt)])
-        self._begin([n + count for n, count in zip(self.ends, counts, strict=True)])
-        return hidden[torch.arange(B, device=ids.device), (prompt.counts - 1).clamp(min=0)]
+        return hidden[torch.arange(len(ids), device=ids.device), (prompt.counts - 1).clamp(min=0)]
 
     def _check(self, ids: Tensor) -> torch.Size:
         """The shape of sound ids."""
@@ -543,6 +567,31 @@ class DecodeStep:
         self.captured_taps, self.head = self.taps, None  # the head of a graph before this one read its hidden states
         for t, before in zip([*states, self.lengths], [*kept, lengths], strict=True):
             t.copy_(before)
+
+    @torch.inference_mode()
+    def capture_prefill(self, T: int) -> None:
+        """From now on `prefill` of T tokens of every row, where all begin, without images, is the replay of one graph.
+
+        So a prompt waits for the GPU, not for the host that launches some thirty kernels a layer. The graph keeps the
+        memory of one such call, its result among it, which the next one writes over.
+
+        Raises:
+            InputError: for a number of tokens that do not fit, or rows that hold some.
+        """
+        B, device = self.ids.shape[0], self.ids.device
+        if not 1 <= T <= self.capacity:
+            raise InputError(f"decode step: a prompt of {T} tokens, expected 1 to {self.capacity}")
+        if any(self.ends):
+            raise InputError(
+                f"decode step: rows hold {self.ends} positions, expected none: capture_prefill comes first"
+            )
+        ids = torch.zeros(B, T, dtype=torch.int64, device=device)
+        # One for each run, made outside the graph: what a call finds out for all layers must be found within the graph.
+        prompts = [Prompt(self.ends, [T] * B, T, device) for _ in range(2)]
+        before, waiting = self.taps, iter(prompts)
+        graph, hidden = captured(lambda: self._read(ids, next(waiting)))
+        self.prompts[T], self.taps = PromptGraph(graph, prompts[-1], ids, hidden, self.taps), before
+        self.reset()
 
     def forward(self) -> Float[Tensor, "B T D"]:
         """The operations of one step, from `ids`, `lengths` and `rejected`; nothing waits for the device."""

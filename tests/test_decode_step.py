@@ -4,6 +4,7 @@ import pytest
 import torch
 from helpers import logits, random_ids, random_model, relative_rms, unchecked
 
+from inkling_ref import decode_step
 from inkling_ref.backends import Backend
 from inkling_ref.decode_step import DecodeStep, StepBackend, step_backend
 from inkling_ref.draft_config import DSparkConfig
@@ -97,6 +98,45 @@ def test_prompts_fill_the_places(model, chunks):
         rows = [row[: len(row) - n] + new.tolist() for row, n, new in zip(rows, rejected, ids, strict=True)]
         check(model, hidden, rows, T)
         rejected = [1, 0, 1]
+
+
+@torch.inference_mode()
+def test_a_captured_prefill_is_for_whole_prompts_of_its_length(model, monkeypatch):
+    """Which calls are a replay; the GPU's tests replay true graphs."""
+    step, replays = DecodeStep(model, 2, 30, page=16), []
+
+    class Graph:
+        def replay(self):
+            replays.append(step.prompts[5])
+            found = step._read(replays[-1].ids, decode_step.Prompt([0, 0], [5, 5], 5, torch.device("cpu")))
+            replays[-1].hidden.copy_(found)
+
+    def twice(run):
+        run()
+        return Graph(), run()
+
+    monkeypatch.setattr(decode_step, "captured", twice)
+    step.capture_prefill(5)
+    assert step.ends == [0, 0]
+    assert not any(state.mlp_conv.any() for state in step.layers)
+    ids, mask = random_ids(2, 8, seed=1), torch.ones(2, 5, dtype=torch.bool)
+    for part, given, count in ((ids[:, :5], None, 1), (ids[:, 5:], None, 1), (ids[:, :5], mask, 2), (ids, None, 2)):
+        if part.shape[1] != 3:  # not what goes on with the prompt before
+            step.reset()
+        hidden = step.prefill(part, given)
+        assert len(replays) == count
+        text = ids if part.shape[1] == 3 else part
+        check(model, hidden[:, None], text.tolist(), 1)
+    step.reset()
+    mask[1, :2] = False  # a row that is shorter
+    check(model, step.prefill(ids[:, :5], mask)[:, None], [ids[0, :5].tolist(), ids[1, 2:5].tolist()], 1)
+    assert len(replays) == 2
+    with pytest.raises(InputError, match=r"rows hold \[5, 3\] positions, expected none"):
+        step.capture_prefill(4)
+    step.reset()
+    for T in (0, 31):
+        with pytest.raises(InputError, match=f"a prompt of {T} tokens, expected 1 to 30"):
+            step.capture_prefill(T)
 
 
 @torch.inference_mode()
