@@ -121,8 +121,8 @@ def test_the_table_of_a_gpu_holds_results_against_goals():
                        "collective_seconds": 2e-3}  # fmt: skip
 
     def prefill(way, seconds):
-        return {"backend": "triton", "tokens": 8192, "way": way, "seconds": seconds, "roofline_seconds": 0.087,
-                "collective_seconds": 0.0395}  # fmt: skip
+        return {"backend": "triton", "tokens": 8192, "way": way, "launched_seconds": 1.5 * seconds, "seconds": seconds,
+                "roofline_seconds": 0.087, "collective_seconds": 0.0395}  # fmt: skip
 
     section = {"name": f"{CONVOLUTION} and {MIX}", "seconds": 0.1, "launches": 96.0, "roofline_seconds": 1e-2}
     profile = {"rows": 1, "launches": 1234.0, "launches_a_layer": 12.34, "seconds": 0.123456, "sections": [section]}
@@ -147,7 +147,7 @@ def test_the_table_of_a_gpu_holds_results_against_goals():
         [x for x in lines if word in x] for word in ("   1    1    32768", "replicated  ")
     )
     assert step_line.split() == ["triton", "1", "1", "32768", "1.500", "1.350", "0.700", "2.0", "2.00"]
-    assert prefill_line.split() == ["triton", "8192", "replicated", "140.0", "87.0", "150", "39.5"]
+    assert prefill_line.split() == ["triton", "8192", "replicated", "210.0", "140.0", "87.0", "150", "39.5"]
     assert full_scale.ratios(found) == [
         "reference at 1 x 32768: 66.7 times the kernels' step, goal 20",
         "compile at 1 x 32768: 6.0 times the kernels' step, goal 4",

@@ -321,11 +321,16 @@ def prefill(run: Run) -> Figure:
         label = None if place else "collectives, modelled"
         ax.barh(place, on_top, left=seconds, color="white", edgecolor="#4b5563", hatch="////", label=label, height=0.6)
         ax.plot([seconds] * 2, [place - 0.38, place + 0.38], color="black", lw=2, label=None if place else "measured")
+        if "launched_seconds" in row:
+            by_host, of_host = 1e3 * row["launched_seconds"], {"ls": "--", "color": COLOURS["bad"], "lw": 1.5}
+            label = None if place else "launched by the host"
+            ax.plot([by_host] * 2, [place - 0.38, place + 0.38], **of_host, label=label)
         limit, mark = 1e3 * row["roofline_seconds"], {"ls": ":", "color": "black", "lw": 1.5}
         ax.plot([limit] * 2, [place - 0.38, place + 0.38], **mark, label=None if place else "limit")
         ax.text(seconds + on_top, place, f" {seconds:.0f} + {on_top:.0f} ms", va="center", fontsize=8)
     ax.set_yticks(range(len(rows)), [f"{row['backend']}, {row['way']}" for row in rows])
-    ax.set(xlabel="ms", xlim=(0, 1.2e3 * max(row["seconds"] + row["collective_seconds"] for row in rows)))
+    longest = max(max(row["seconds"] + row["collective_seconds"], row.get("launched_seconds", 0)) for row in rows)
+    ax.set(xlabel="ms", xlim=(0, 1.2e3 * longest))
     ax.invert_yaxis()
     figure.legend(fontsize=7, ncols=4, loc="outside upper center")
     return labelled(figure, run, f"{rows[0]['tokens']:,} tokens | ")

@@ -7,7 +7,8 @@ in the released formats. Then, the most important first:
   the host's, from the ids of a step to the next tokens; `graph_seconds` those of a replay that waits for
   nobody. One step more runs launch by launch, to count routes.
 - profile. What a step, or a prefill, launches, by section of `measure.ranges`, beside what the section cannot beat.
-- prefill. A prompt by `DecodeStep.prefill`, each rank mixing all tokens (replicated) or its share of them (sequence).
+- prefill. A prompt by `DecodeStep.prefill`, each rank mixing all tokens (replicated) or its share of them (sequence):
+  `launched_seconds` where the host launches it kernel by kernel, `seconds` as one CUDA graph.
 - arms. From here on experts are in the released layout, repacked where they lie. The eager reference, with its growing
   cache, dequantises expert by expert. `torch.compile`: the operations of a step, each compiled for its fixed shapes,
   the step one CUDA graph as ours; `bench.peers.gathered_experts` says how its experts run.
@@ -344,8 +345,8 @@ class Run:
         return f"{count:.0f} launches, {count / L:.1f} a layer, {1e3 * seconds:.3f} ms in kernels"
 
     def prefill(self, backend: str, way: str) -> str:
-        """One prompt, by the operations of a step; its profile too."""
-        model, T, times = self.model, self.cases.prefill, []
+        """One prompt, by the operations of a step, launched one by one and, on a GPU, as a graph; its profile too."""
+        model, T = self.model, self.cases.prefill
         plan = replace(self.plan, sequence=way == "sequence")
         model.current.plan = plan
         try:
@@ -356,12 +357,7 @@ class Run:
                 step.prefill(ids)
             on_top = self.traffic.seconds["prefill"]
             self.traffic.phase = "the same again"
-            for _ in range(6):
-                step.reset()
-                start = waited(model.device)
-                step.prefill(ids)
-                times.append(waited(model.device) - start)
-            memory = self.memory(step.num_bytes)
+            times, launched = seconds_of(step, ids), {}
             pairs = T * model.config.text.num_experts_per_tok
             routing = load_of(counts, self.plan, self.rank, pairs)
             _, limits = self.paper(1, T, T, routing, plan)
@@ -373,11 +369,17 @@ class Run:
                 step.prefill(ids)
 
             calls = launches(step, call, repeats=1)
+            if self.on_gpu:
+                launched = {"launched_seconds": median(times)}
+                step.reset()
+                step.capture_prefill(T)
+                times = seconds_of(step, ids)
+            memory = self.memory(step.num_bytes)
         finally:
             model.current.plan = self.plan
         self.found["prefill"].append(
             {
-                "backend": backend, "tokens": T, "way": way, "seconds": median(times), "best": min(times),
+                "backend": backend, "tokens": T, "way": way, **launched, "seconds": median(times), "best": min(times),
                 "collective_seconds": on_top, "roofline_seconds": limit, "memory_bytes": memory,
                 "pairs_share": routing.pairs / pairs,
             }
@@ -439,6 +441,17 @@ class Run:
             self.attempt(name, partial(self.profile_decode, backend, rows, context))
         for way in WAYS:
             self.attempt(f"{backend}, prefill {way}", partial(self.prefill, backend, way))
+
+
+def seconds_of(step: DecodeStep, ids: Tensor) -> list[float]:
+    """Of some calls of `prefill`, each of rows that are empty."""
+    times = []
+    for _ in range(6):
+        step.reset()
+        start = waited(ids.device)
+        step.prefill(ids)
+        times.append(waited(ids.device) - start)
+    return times
 
 
 # ---------------------------------------------------------------- what it means
@@ -507,11 +520,13 @@ def table(run: dict[str, Any]) -> str:
         at_most = "" if goal is None else f"{1e3 * goal:.1f}"
         first = f"{row['backend']:17}{case[0]:6}{case[2]:5}{case[1]:9}"
         lines.append(f"{first}{numbers}{at_most:>7}{1e3 * row['collective_seconds']:9.2f}")
-    lines += ["", f"{'prefill, ms':17}{'tokens':>11}{'way':>13}{'median':>9}{'limit':>9}{'goal':>7}{'+ coll.':>9}"]
+    lines += ["", f"{'prefill, ms':17}{'tokens':>7}{'way':>12}{'launched':>10}{'median':>8}{'limit':>9}{'goal':>7}"
+              f"{'+ coll.':>9}"]  # fmt: skip
     for row in run["prefill"]:
         at_most = f"{1e3 * PREFILL_GOALS[row['way']]:.0f}" if goals and row["backend"] == "triton" else ""
-        numbers = f"{1e3 * row['seconds']:9.1f}{1e3 * row['roofline_seconds']:9.1f}{at_most:>7}"
-        first = f"{row['backend']:17}{row['tokens']:11}{row['way']:>13}"
+        launched = f"{1e3 * row['launched_seconds']:.1f}" if "launched_seconds" in row else ""
+        numbers = f"{launched:>10}{1e3 * row['seconds']:8.1f}{1e3 * row['roofline_seconds']:9.1f}{at_most:>7}"
+        first = f"{row['backend']:17}{row['tokens']:7}{row['way']:>12}"
         lines.append(f"{first}{numbers}{1e3 * row['collective_seconds']:9.1f}")
     for of in run["profile"]:
         case = f"{of['rows']} x {of['context']}" if of["phase"] == "decode" else f"{of['context']}, {of['way']}"
