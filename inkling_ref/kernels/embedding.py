@@ -16,7 +16,7 @@ from ..errors import InputError
 from . import FLOATS, INTEGERS, axes, dependent, expect, next_power_of_2
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 @no_type_check
 def _embed_and_norm(
     id_ptr, table_ptr, weight_ptr, partial_ptr, norm_ptrs, out_ptr, N, eps,

@@ -39,7 +39,7 @@ _FEW: int = 16  # rows up to which the router reads the float32 weight
 _UNALIGNED = ["logit_ptr", "bias_ptr", "weight_ptr", "id_ptr"]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 @no_type_check
 def _logits(
     h_desc, w_desc, out_ptr, N, E, SLICE, TERMS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr,
@@ -114,7 +114,7 @@ def _best(
     tl.store(id_ptr + out, ids.to(tl.int64), mask=mask)
 
 
-@triton.jit(do_not_specialize_on_alignment=_UNALIGNED)
+@triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=_UNALIGNED)
 @no_type_check
 def _choose(
     logit_ptr, bias_ptr, weight_ptr, id_ptr, N, route_scale,
