@@ -8,7 +8,7 @@ $$ W = W_1 + W_2 + W_3, \qquad W_1 = \mathrm{bf16}(W), \; W_2 = \mathrm{bf16}(W 
 and three products are as good as one in float32, at 3/16 of its time, if their sums are: the matrix unit truncates
 where it adds, which over 4608 columns and three terms would cost 2^-16 of a logit, so the sums of 64 columns at a time
 are added outside it, rounded. A few rows (decoding) are bound by the weight's bytes instead: they read W itself, 4
-bytes a number and not 6, and multiply in float32.
+bytes a number and not 6. Several rows in bfloat16 split it in registers; others multiply in float32.
 
 Choosing takes partial sums of the logits, [slices, N, E], one warp a token. For many rows it is a kernel of its own,
 launched when the programs of the product end, and not after all that they wrote has arrived: for that it waits itself
@@ -35,6 +35,7 @@ from . import FLOATS, adjacent, arrivals, axes, cdiv, dependent, expect, next_po
 from .approximate import TO_BASE2, comparable, exp2, near, reciprocal, swiglu
 
 _FEW: int = 16  # rows up to which the router reads the float32 weight
+_TERMS = {torch.bfloat16: 3}  # into which a few rows of a dtype split it; others: none
 # Where Triton knows of no alignment a lane reads one number, and a warp 32 neighbours: see `_experts_and_bias`.
 _UNALIGNED = ["logit_ptr", "bias_ptr", "weight_ptr", "id_ptr"]
 
@@ -133,7 +134,8 @@ def _choose(
 def _route_few(
     h_ptr, w_ptr, bias_ptr, logit_ptr, count_ptr, weight_ptr, id_ptr, N, h_n, route_scale,
     D: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, EXPERTS: tl.constexpr, STEP: tl.constexpr,
-    STEPS: tl.constexpr, k: tl.constexpr, NORMALIZE: tl.constexpr, WARPS: tl.constexpr, PDL: tl.constexpr,
+    STEPS: tl.constexpr, TERMS: tl.constexpr, k: tl.constexpr, NORMALIZE: tl.constexpr, WARPS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows against a few experts and a slice of the columns: a term of the sum in [slices, N, E]; then the choice.
 
@@ -145,22 +147,40 @@ def _route_few(
     first_row = tl.program_id(2) * ROWS
     first, rows = tl.program_id(1) * STEP * STEPS, first_row + tl.arange(0, ROWS)
     experts = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
-    columns = (first + tl.arange(0, STEP))[None, None, :]
-    w_rows, h_rows = w_ptr + experts[None, :, None] * D, h_ptr + rows[:, None, None] * h_n
-    w, h = (), ()
-    for i in tl.static_range(STEPS):
-        mask = (experts[None, :, None] < E) & (columns + i * STEP < D)
-        w = w + (tl.load(w_rows + columns + i * STEP, mask=mask, other=0.0),)  # noqa: RUF005
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    for i in tl.static_range(STEPS):
-        mask = (rows[:, None, None] < N) & (columns + i * STEP < D)
-        h = h + (tl.load(h_rows + columns + i * STEP, mask=mask, other=0.0),)  # noqa: RUF005
-    acc = tl.zeros([ROWS, EXPERTS, STEP], tl.float32)
-    for i in tl.static_range(STEPS):
-        acc += h[i].to(tl.float32) * w[i]
-    part = tl.sum(acc, 2)
+    if TERMS > 1:  # sums of STEP columns, each from 0: see the module
+        starts = first + tl.arange(0, STEPS)[:, None, None] * STEP
+        columns, lines = starts + tl.arange(0, STEP)[None, None, :], starts + tl.arange(0, STEP)[None, :, None]
+        mask = (experts[None, :, None] < E) & (columns < D)
+        rest = tl.load(w_ptr + experts[None, :, None] * D + columns, mask=mask, other=0.0)
+        w = ()
+        for i in tl.static_range(TERMS):
+            w = w + (rest.to(tl.bfloat16),)  # noqa: RUF005
+            rest -= w[i].to(tl.float32)
+        if PDL:
+            gdc_launch_dependents()
+            gdc_wait()
+        h = tl.load(h_ptr + rows[None, None, :] * h_n + lines, mask=(rows[None, None, :] < N) & (lines < D), other=0.0)
+        acc = tl.zeros([STEPS, EXPERTS, ROWS], tl.float32)
+        for i in tl.static_range(TERMS):
+            acc = tl.dot(w[i].to(h.dtype), h, acc, input_precision="ieee")
+        part = tl.trans(tl.sum(acc, 0))
+    else:
+        columns = (first + tl.arange(0, STEP))[None, None, :]
+        w_rows, h_rows = w_ptr + experts[None, :, None] * D, h_ptr + rows[:, None, None] * h_n
+        w, h = (), ()
+        for i in tl.static_range(STEPS):
+            mask = (experts[None, :, None] < E) & (columns + i * STEP < D)
+            w = w + (tl.load(w_rows + columns + i * STEP, mask=mask, other=0.0),)  # noqa: RUF005
+        if PDL:
+            gdc_launch_dependents()
+            gdc_wait()
+        for i in tl.static_range(STEPS):
+            mask = (rows[:, None, None] < N) & (columns + i * STEP < D)
+            h = h + (tl.load(h_rows + columns + i * STEP, mask=mask, other=0.0),)  # noqa: RUF005
+        acc = tl.zeros([ROWS, EXPERTS, STEP], tl.float32)
+        for i in tl.static_range(STEPS):
+            acc += h[i].to(tl.float32) * w[i]
+        part = tl.sum(acc, 2)
     out = (tl.program_id(1) * N + rows[:, None]) * E + experts[None, :]
     tl.store(logit_ptr + out, part, mask=(rows[:, None] < N) & (experts[None, :] < E))
     # One thread counts for all of the program: after their stores, and before the last program's loads.
@@ -211,7 +231,7 @@ def route(
 ) -> tuple[Float[Tensor, "N k"], Int[Tensor, "N k"]]:
     """Twin of `moe.route`: float32 weights and int64 ids, best first, ties to the lower id; NaN counts as largest.
 
-    Many rows of bfloat16 go through three bfloat16 products; a few, and other dtypes, through one in float32.
+    Several rows of bfloat16 go through three bfloat16 products; a single row, and other dtypes, through one in float32.
 
     Raises:
         InputError: see `expect`; for k below 1, or more than there are experts.
@@ -226,14 +246,15 @@ def route(
         return weights, ids
     (h,), b, pdl = adjacent(h), bias.contiguous(), dependent(h.device)
     if N <= _FEW:
-        w = weight.float().contiguous()
-        experts, warps = (1, 4) if N == 1 else (4, 8)
-        rows, step, steps = min(8, next_power_of_2(N)), 512, 9  # of more, registers would not hold the sums
+        w, terms = weight.float().contiguous(), 1 if N == 1 else _TERMS.get(h.dtype, 1)  # one row shares no work
+        experts, step, steps, warps = (1, 512, 9, 4) if N == 1 else (4, 128, 9, 4) if terms == 1 else (16, 32, 32, 8)
+        rows = 8 if terms > 1 else min(8, next_power_of_2(N))  # 8: the matrix unit's least, and what registers hold
         slices, groups = cdiv(D, step * steps), cdiv(N, rows)
         logits = torch.empty(slices, N, E, dtype=torch.float32, device=h.device)
         _route_few[(cdiv(E, experts), slices, groups)](
             h, w, b, logits, arrivals(h.device, groups), weights, ids, N, h.stride(0), scale, D=D, E=E, ROWS=rows,
-            EXPERTS=experts, STEP=step, STEPS=steps, k=k, NORMALIZE=normalize, WARPS=warps, PDL=pdl, num_warps=warps,
+            EXPERTS=experts, STEP=step, STEPS=steps, TERMS=terms, k=k, NORMALIZE=normalize, WARPS=warps, PDL=pdl,
+            num_warps=warps,
             # Only where no kernel just before this one writes weight or bias, read before the wait: in a graph.
             launch_pdl=w is weight and b is bias and pdl and torch.cuda.is_current_stream_capturing(),
         )  # fmt: skip
