@@ -213,7 +213,8 @@ def test_a_slice_with_a_wrong_sum(monkeypatch):
 
 def test_a_slice_in_16_bits():
     """Ranks are as far from the reference as one device is, and it is the rounding: experts are the reference's."""
-    rows = [row for row in check_slice(slice_config("nano", 2), 2, dtype=torch.bfloat16) if row["dtype"] == "bfloat16"]
+    rows = list(check_slice(slice_config("nano", 2), 2, dtype=torch.bfloat16, alone=True))
+    assert {row["dtype"] for row in rows} == {"bfloat16"}
     assert {row["form"] for row in rows} == set(FORMS)
     for row in rows:
         if "rms" in row["ranks"]:

@@ -316,8 +316,11 @@ def check_slice(
     dtype: torch.dtype = torch.float32,
     backend: str = "torch",
     experts: str = "nvfp4+mxfp8",
+    alone: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """Rows of errors: of the reference in float32, then of the backend in `dtype`, for every form and kind of call.
+
+    alone: only of the backend; the reference's ranks, which dequantise expert by expert, take most of the time.
 
     ranks, single: of all ranks, and of one device, from the exact; apart: of the ranks from the one device. "rms" is
     over all tokens, "typical" the median of single ones. Of greedy tokens and of chosen experts the share that differs.
@@ -343,6 +346,7 @@ def check_slice(
         _prepare(whole, *arm)
         single[arm] = {way: Called(bound(whole, None, arm[0]), ids, chosen).by(way) for way in ("step", "layers")}
     exact["tokens"] = next(iter(single.values()))["step"][0]["tokens"]
+    arms = list(arms)[-1:] if alone else arms
     del whole
     gc.collect()
     shards = [made(Plan(tp), rank) for rank in range(tp)]
@@ -397,6 +401,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--tp", type=int, default=2, help="ranks; experts are divided among them too")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--backend", choices=("torch", "triton"), default="torch")
+    parser.add_argument("--alone", action="store_true", help="the backend's ranks, not those of the reference before")
     parser.add_argument("--json", type=Path, help="where the report goes")
     asked = parser.parse_args(arguments)
     start, on_gpu = time.perf_counter(), asked.device == "cuda"
@@ -410,7 +415,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     print(f"{'':22}{'ranks':>18}{'one device':>18}{'ranks beside it':>18}")
     heads, config = None, slice_config(asked.preset, asked.layers)
     dtype = torch.bfloat16 if on_gpu else torch.float32
-    for row in check_slice(config, asked.tp, asked.device, dtype, asked.backend):
+    for row in check_slice(config, asked.tp, asked.device, dtype, asked.backend, alone=asked.alone):
         if heads != (heads := (row["backend"], row["dtype"])):
             print(*heads)
         cells = ("".join(f"{x:9.1e}" for x in row.get(who, {}).values()) for who in WHO)
