@@ -394,6 +394,13 @@ def test_experts_refuse_what_they_cannot_read():
         kernel.experts(h, weights, ids, packing.pack(w13), packing.pack(w2), *caps)
 
 
+@needs_device
+def test_no_token_is_no_work():
+    h, weights, ids, *rest = problem(NVFP4, 2, 3, 64, 32, 2, torch.float32)
+    for op in (kernel.experts, kernel.of_rank(5)):
+        assert op(h[:0], weights[:0], ids[:0], *rest).shape == (0, 64)
+
+
 # ---------------------------------------------------------------- the same on Hopper, repacked
 
 hopper_only = pytest.mark.skipif(

@@ -238,6 +238,10 @@ KERNELS = InklingConfig(
 )  # fmt: skip
 
 
+def random_states(tokens: int) -> torch.Tensor:
+    return torch.randn(1, tokens, KERNELS.text.hidden_size, generator=torch.Generator().manual_seed(1))
+
+
 def alone(backend: str, dtype: torch.dtype = torch.float32):
     model = parallelize(random_model(KERNELS, dtype=dtype, backend=backend), Mesh.stand_in(Plan(2), 1))
     return model.to(DEVICE)
@@ -267,7 +271,7 @@ def test_kernels_on_a_rank(sequence_from):
 @torch.inference_mode()
 @pytest.mark.parametrize("ep", [2, 1])
 def test_experts_of_a_rank_are_picked_by_the_kernels(ep, monkeypatch):
-    plan, h = Plan(2, ep=ep), torch.randn(5, KERNELS.text.hidden_size, generator=torch.Generator().manual_seed(1))
+    plan, h = Plan(2, ep=ep), random_states(5)[0]
     for rank in range(2):
         ours, exact = (
             parallelize(random_model(KERNELS, dtype=dtype, backend=backend), Mesh.stand_in(plan, rank)).to(DEVICE)
@@ -281,6 +285,28 @@ def test_experts_of_a_rank_are_picked_by_the_kernels(ep, monkeypatch):
         assert relative_rms(y, expected) < 2e-6
         assert isinstance(moe, ShardedMoE)
         assert (moe.tokens, int(moe.pairs)) == (reference.tokens, reference.pairs)
+
+
+@needs_device
+@unchecked()
+@torch.inference_mode()
+def test_a_rank_to_which_no_token_is_sent():
+    k, h = KERNELS.text.num_experts_per_tok, random_states(1).to(DEVICE)
+
+    def layer_of(backend: str, mesh: Mesh | None = None):
+        model = random_model(KERNELS, backend=backend)
+        model.llm.layers[0].mlp.gate.bias[:k] += 100  # experts of rank 0
+        return (parallelize(model, mesh) if mesh else model).to(DEVICE).llm.layers[0].mlp
+
+    layers = {}
+
+    def run(mesh: Mesh) -> torch.Tensor:
+        layers[mesh.rank] = layer_of("triton", mesh)
+        return layers[mesh.rank](h)
+
+    found = in_turn(Plan(2, exchange="all_to_all"), run)
+    assert [int(layers[rank].pairs) for rank in range(2)] == [k, 0]
+    assert relative_rms(sum(found), layer_of("torch")(h)) < 2e-6  # each has the sums of its own tokens
 
 
 @pytest.mark.skipif(INTERPRETED, reason="no GPU")

@@ -538,7 +538,7 @@ def _experts(
     up_cap: float,
     quantize: Quantize = None,
 ) -> Float[Tensor, "N D"]:
-    (N, D), (_, k) = axes("experts", "h", h, 2), axes("experts", "ids", ids, 2)
+    (N, D), (_, k) = axes("experts", "h", h, 2, batch=1), axes("experts", "ids", ids, 2, batch=1)
     expect("experts", FLOATS, h=(h, (N, D)), weights=(weights, (N, k)))
     expect("experts", INTEGERS, ids=(ids, (N, k)))
     packed = is_packed(w13)
@@ -547,6 +547,8 @@ def _experts(
     if packed and (h.dtype != torch.bfloat16 or INTERPRETED or torch.cuda.get_device_capability(h.device)[0] != 9):
         raise InputError(f"triton experts: {h.dtype} on {h.device}, expected bfloat16 on Hopper for repacked matrices")
     I = _check_matrices(w13, w2, D, packed)
+    if N == 0:  # a rank to which no token was sent
+        return h.new_empty(0, D)
     # Offsets of 64 bits would cost the kernels registers, so a very large call is several. (Rows may be filled to 256.)
     most = min(GRID_ROWS, (OFFSETS - 1) // (k * (max(D, I) + 255)))
     if len(h) > most:
