@@ -36,6 +36,7 @@ from inkling_ref.model import Inkling
 from inkling_ref.parallel.apply import Mesh, load, parallelize
 from inkling_ref.parallel.drafter import adopt, load_drafter
 from inkling_ref.parallel.generation import finish, generate
+from inkling_ref.parallel.in_turn import Called
 from inkling_ref.parallel.launch import world
 from inkling_ref.parallel.plan import Plan
 from inkling_ref.sampling import probabilities
@@ -212,11 +213,11 @@ def expect(cases: list[Case], file: Path) -> None:
     found: dict[tuple, Any] = {}
     answers: list[dict] = []
 
-    def answer(case: Case, check: str, rows: range) -> Any:
+    def answer(case: Case, check: str, rows: range, *chosen: list[Tensor]) -> Any:
         key = (repr(case.config), case.change, case.folder, case.experts, *case.where.values())
         if (key, check, rows) not in found:
             model = wholes.get(key) or wholes.setdefault(key, case.whole())
-            found[key, check, rows] = globals()[f"ask_{check}"](model, generation.generate, rows)
+            found[key, check, rows] = globals()[f"ask_{check}"](model, generation.generate, rows, *chosen)
         return found[key, check, rows]
 
     with torch.inference_mode():
@@ -226,30 +227,30 @@ def expect(cases: list[Case], file: Path) -> None:
             for check, dp_index in product(asked, range(case.plan.dp)):
                 if not (rows := case.range(dp_index)):
                     continue
-                given = answer(case, check, rows)
+                chosen, exact = [], None
                 if case.dtype != torch.float32:
-                    given = allowed(given, answer(replace(case, dtype=torch.float32, backend="torch"), check, rows))
-                answers[-1][check, dp_index] = given
+                    exact = answer(replace(case, dtype=torch.float32, backend="torch"), check, rows)
+                    chosen = chosen_experts(exact)
+                given = answer(case, check, rows, *chosen)
+                answers[-1][check, dp_index] = given if exact is None else allowed(given, exact)
     torch.save(answers, file)
     wholes.clear()
     torch.cuda.empty_cache()  # the first rank needs it
 
 
-def allowed(answer: Any, exact: Any) -> Any:
-    """Tokens as they are; of logits those of float32, and how far from them a typical token may be.
+def chosen_experts(answer: Any) -> list[list[Tensor]]:
+    """Those that `ask_long` recorded, if it did: all that are in 16 bits take them, and may differ by rounding alone."""
+    chosen = [a for a in answer if isinstance(a, Tensor) and not a.is_floating_point()]
+    return [chosen] if chosen else []
 
-    Of a few tokens the typical one is a matter of luck: they may be as far off as those of the longest call.
-    """
-    if isinstance(answer, Tensor):
-        return allowed([answer], [exact])[0]
-    pairs = [(a, e) for a, e in zip(answer, exact, strict=True) if isinstance(a, Tensor)]
-    if not pairs:
-        return answer
-    longest = typical_rms(*max(pairs, key=lambda pair: pair[0].numel()))
-    return [
-        (e, ROUNDING * max(longest, typical_rms(a, e))) if isinstance(a, Tensor) else a
-        for a, e in zip(answer, exact, strict=True)
-    ]
+
+def allowed(answer: Any, exact: Any) -> Any:
+    """Tokens as they are; of logits those of float32, and how far from them a typical token may be."""
+    if isinstance(answer, Tensor) and answer.is_floating_point():
+        return exact, ROUNDING * typical_rms(answer, exact)
+    if isinstance(answer, list) and any(isinstance(a, Tensor) for a in answer):
+        return [allowed(a, e) for a, e in zip(answer, exact, strict=True)]
+    return answer
 
 
 def run_cases(rank: int, cases: list[Case], file: Path) -> None:
@@ -267,12 +268,13 @@ def run_cases(rank: int, cases: list[Case], file: Path) -> None:
                     if ask is None:
                         globals()[f"check_{check}"](case.whole(), case.part(model.mesh), rows)
                         continue
-                    answer = ask(model, generate, rows)
+                    given = expected.get((check, model.share.dp_index), [])
+                    answer = ask(model, generate, rows, *chosen_experts(given))
                     finish(model)
                     if not rows:
                         continue
                     try:
-                        same(answer, expected[check, model.share.dp_index])
+                        same(answer, given)
                     except AssertionError as error:
                         wrong.append(f"{case.name}, {check}: {error}")
             except Exception as error:
@@ -337,14 +339,15 @@ def ask_decode(model: Inkling, generate: Callable, rows: range) -> list[Tensor]:
     return [*logits, model(ids[:, :2], cache=cache).logits]
 
 
-def ask_long(model: Inkling, generate: Callable, rows: range) -> list[Tensor]:
-    """More tokens than windows and tiles of kernels have, then single ones and a few at once."""
+def ask_long(model: Inkling, generate: Callable, rows: range, chosen: list[Tensor] | None = None) -> list[Tensor]:
+    """More tokens than windows and tiles of kernels have, then single ones and a few at once; and `chosen_experts`."""
     if not rows:
         return []
     ids = random_ids(9, 1301)[list(rows)].to(model.device)
-    cache, cuts = model.new_cache(len(rows)), (0, 1293, 1294, 1295, 1301)
-    prompt, *steps = (model(ids[:, first:stop], cache=cache).logits for first, stop in pairwise(cuts))
-    return [prompt, torch.cat(steps, dim=1)]
+    called, cache, cuts = Called(model, ids, chosen), model.new_cache(len(rows)), (0, 1293, 1294, 1295, 1301)
+    prompt, *steps = (called.read(model, first, stop, cache=cache).logits for first, stop in pairwise(cuts))
+    called.routes.end()
+    return [prompt, torch.cat(steps, dim=1), *called.routes.chosen]
 
 
 def ask_greedy(model: Inkling, generate: Callable, rows: range) -> list:

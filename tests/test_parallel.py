@@ -11,6 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from helpers import random_model
 from parallel_worker import (
@@ -130,6 +131,15 @@ def compute_alike(size: int, cases: list[Case], folder: Path) -> None:
 @pytest.mark.parametrize("size", WORLDS)
 def test_a_world_computes_what_one_process_does(size, tmp_path):
     compute_alike(size, WORLDS[size], tmp_path)
+
+
+def test_a_world_in_16_bits_rounds_like_one_process(tmp_path):
+    plans = {"sequence": Plan(2, **CUT), "sequence, sending": Plan(2, **CUT, **SEND), "dp": Plan(1, 2)}
+    cases = [
+        Case(name, plan, config(hidden_size=256), ("long",), rows=(1,) * plan.dp, dtype=torch.bfloat16)
+        for name, plan in plans.items()
+    ]
+    compute_alike(2, cases, tmp_path)
 
 
 # 7 experts: uneven on 3 and 4 ranks. On 3 ranks 3 MXFP8 blocks of 32 columns, on 4 ranks 4; 4 ranks exceed the

@@ -230,8 +230,15 @@ class Routes:
         k, L = model.config.text.num_experts_per_tok, len(model.llm.layers)
         self.chosen = [ids.new_zeros(*ids.shape, k) for _ in range(L)] if chosen is None else chosen
         self.seen = self.others = 0  # tokens, and those that would have chosen other experts
-        for layer, all_ids in zip(model.llm.layers, self.chosen, strict=True):
+        self.hooks = [
             layer.mlp.gate.register_forward_hook(partial(self._hook, all_ids))
+            for layer, all_ids in zip(model.llm.layers, self.chosen, strict=True)
+        ]
+
+    def end(self) -> None:
+        """The model chooses again."""
+        for hook in self.hooks:
+            hook.remove()
 
     def _hook(self, chosen: Int[Tensor, "B T k"], gate: Router, inputs: tuple, outputs: tuple) -> tuple | None:
         (h,), (_, ids) = inputs, outputs
