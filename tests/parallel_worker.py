@@ -239,7 +239,7 @@ def expect(cases: list[Case], file: Path) -> None:
 
 
 def chosen_experts(answer: Any) -> list[list[Tensor]]:
-    """Those that `ask_long` recorded, if it did: all that are in 16 bits take them, and may differ by rounding alone."""
+    """Those that `ask_long` recorded, if it did: models in 16 bits take them, and differ by rounding alone."""
     chosen = [a for a in answer if isinstance(a, Tensor) and not a.is_floating_point()]
     return [chosen] if chosen else []
 
