@@ -164,7 +164,7 @@ def ask(
         tokens, taps = (1 + drafter.num_draft_tokens, drafter.config) if drafter else (1, None)
         step = DecodeStep(model, 1, longest + tokens, tokens, taps=taps)
         if device == "cuda":
-            step.capture()
+            step.capture(greedy=temperature == 0)
         drafter = drafter and DraftStep(drafter, step)
     load_seconds = time.perf_counter() - start
     stream = generation.stream(

@@ -307,6 +307,8 @@ class DecodeStep:
         self.taps: dict[int, Tensor] = {}  # of the newest call, by layer id, [B, T, D]: see `dspark.observe`
         self.graph: torch.cuda.CUDAGraph | None = None
         self.prompts: dict[int, PromptGraph] = {}  # by their numbers of tokens
+        self.greedy = False  # whether the step's graph finds the best tokens too, which are then in `best`
+        self.best: Int[Tensor, "B T"] | None = None
         self.head: tuple[float, torch.cuda.CUDAGraph, Tensor] | None = None  # a temperature's, and where its ids are
         self.reset()
 
@@ -529,7 +531,7 @@ class DecodeStep:
         """The token that follows each of the newest step's: `fused.sample_head`, drawn by seed and position.
 
         NOT_FINITE stands where the logits are not finite. After `capture` this is a graph too, made anew for another
-        temperature, and the ids are in a place that the next call reuses.
+        temperature, or a part of the step's (greedy), and the ids are in a place that the next call reuses.
 
         Raises:
             InputError: for a temperature without seeds.
@@ -539,15 +541,17 @@ class DecodeStep:
                 raise InputError("next_tokens: a temperature needs seeds, expected one a row")
             self.seeds.copy_(seeds)
         if self.graph is None:
-            return self._head(temperature)
+            return self._head(temperature, self.hidden)
+        if temperature == 0 and self.best is not None:
+            return self.best
         if self.head is None or self.head[0] != temperature:
-            self.head = temperature, *captured(lambda: self._head(temperature))
+            self.head = temperature, *captured(lambda: self._head(temperature, self.hidden))
         _, graph, tokens = self.head
         graph.replay()
         return tokens
 
-    def _head(self, temperature: float) -> Int[Tensor, "B T"]:
-        (B, T), hidden = self.ids.shape, self.hidden.flatten(0, 1)
+    def _head(self, temperature: float, hidden: Float[Tensor, "B T D"]) -> Int[Tensor, "B T"]:
+        (B, T), hidden = self.ids.shape, hidden.flatten(0, 1)
         cap, drawn = self.model.config.text.final_logit_softcapping, {}
         if temperature:
             positions = self.lengths[:, None] + torch.arange(1, T + 1, device=self.ids.device)
@@ -558,12 +562,16 @@ class DecodeStep:
         return self.ops.elect(*self.ranks.candidates(token, logit, temperature), NOT_FINITE).view(B, T)
 
     @torch.inference_mode()
-    def capture(self) -> None:
-        """From now on a step is the replay of one CUDA graph. The state stays as it is."""
+    def capture(self, greedy: bool = False) -> None:
+        """From now on a step is the replay of one CUDA graph. The state stays as it is.
+
+        greedy: the best tokens are found in the same graph, for `next_tokens`; of no use where tokens are drawn.
+        """
         states = [getattr(state, name) for state in self.layers for name in CONVOLUTIONS]
         kept, lengths = [t.clone() for t in states], self.lengths.clone()
         self.lengths.fill_(-self.tokens)  # rows that are not in use: no slot of the cache is written
-        self.graph, self.hidden = captured(self.forward)
+        self.greedy = greedy
+        self.graph, (self.hidden, self.best) = captured(self._of_a_graph)
         self.captured_taps, self.head = self.taps, None  # the head of a graph before this one read its hidden states
         for t, before in zip([*states, self.lengths], [*kept, lengths], strict=True):
             t.copy_(before)
@@ -592,6 +600,10 @@ class DecodeStep:
         graph, hidden = captured(lambda: self._read(ids, next(waiting)))
         self.prompts[T], self.taps = PromptGraph(graph, prompts[-1], ids, hidden, self.taps), before
         self.reset()
+
+    def _of_a_graph(self) -> tuple[Float[Tensor, "B T D"], Int[Tensor, "B T"] | None]:
+        hidden = self.forward()
+        return hidden, self._head(0.0, hidden) if self.greedy else None
 
     def forward(self) -> Float[Tensor, "B T D"]:
         """The operations of one step, from `ids`, `lengths` and `rejected`; nothing waits for the device."""

@@ -125,9 +125,10 @@ def test_generation_on_a_graph(monkeypatch):
     drafter = make(model).to(DEVICE)
     plain = ir.generate(random_model(), rows, 30).tokens
     for T, taps in ((1, None), (GAMMA + 1, drafter.config)):
-        captured, eager = (DecodeStep(model, 3, 80, T, taps=taps) for _ in range(2))
+        captured, greedy, eager = (DecodeStep(model, 3, 80, T, taps=taps) for _ in range(3))
         captured.capture()
-        ways = [(captured, None), (eager, None)]
+        greedy.capture(greedy=True)
+        ways = [(captured, None), (greedy, None), (eager, None)]
         if taps is not None:
             ways = [(captured, ir.DraftStep(drafter, captured)), (captured, drafter), (eager, drafter)]
         for temperature in (0.0, 0.8, 0.0):

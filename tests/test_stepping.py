@@ -248,3 +248,19 @@ def test_graphs_give_the_same_texts(model, monkeypatch):
     for (tokens, confidence), expected in zip(drafted[1], drafted[0], strict=True):
         assert tokens == expected[0]
         torch.testing.assert_close(torch.tensor(confidence), torch.tensor(expected[1]))
+
+
+@unchecked()
+@torch.inference_mode()
+def test_the_best_tokens_are_part_of_a_captured_step(model, monkeypatch):
+    monkeypatch.setattr(decode_step_module, "captured", traced)
+    step, eager = (step_of(model, 2) for _ in range(2))
+    step.capture(greedy=True)
+    monkeypatch.setattr(decode_step_module, "captured", None)  # no other graph is made
+    for s in (step, eager):
+        s.prefill(random_ids(2, 7))
+    for i in range(3):
+        ids = random_ids(2, 1, seed=i)
+        assert torch.equal(step(ids), eager(ids))
+        assert torch.equal(step.next_tokens(), eager.next_tokens())
+        assert step.next_tokens() is step.best

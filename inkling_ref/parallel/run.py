@@ -335,15 +335,13 @@ def measure_filled(model: Inkling, rows: int, context: int, steps: int, tokens: 
 def replay(step: DecodeStep) -> None:
     """A captured step and its head once more, at the same place: for timing."""
     step.graph.replay()
-    step.head[1].replay()
 
 
 def ready(step: DecodeStep) -> DecodeStep:
     """On a GPU a step that is captured, with its head."""
     if step.ids.is_cuda:
         step.model.mesh.traffic.phase = "capture"
-        step.capture()
-        step.next_tokens()
+        step.capture(greedy=True)
         for layer in step.model.llm.layers:
             layer.mlp.tokens = layer.mlp.pairs = 0
     return step
