@@ -110,10 +110,10 @@ def test_the_waterfall_ends_at_the_clock():
 
 def test_goals():
     rows = {row[0]: row[2:] for row in figures.goal_table(RUN)}
-    assert rows["step of 1 x 1 at 32K"] == ("1.50 ms", "met")
-    assert rows["step of 8 x 1 at 32K"] == ("9.00 ms", "missed")
+    assert rows["step of 1 x 1 at 32K"] == ("1.500 ms", "met")
+    assert rows["step of 8 x 1 at 32K"] == ("9.000 ms", "missed")
     assert rows["step of 64 x 1 at 32K"] == ("not measured", "")
-    assert rows["step of 1 x 1 at 1M"] == ("2.20 ms", "met")
+    assert rows["step of 1 x 1 at 1M"] == ("2.200 ms", "met")
     assert rows["launches a layer, 1 row"] == ("9.3", "met")
     assert rows["reference / kernels, 1 x 1 at 32K"] == ("24.0", "met")
     assert rows["compile / kernels, 1 x 1 at 32K"] == ("not measured", "")

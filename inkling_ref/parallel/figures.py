@@ -52,8 +52,8 @@ BACKENDS = ("reference", "compile", "torch", "triton")
 BATCHES = {1: "attention", 8: "moe", 64: "drafter"}
 SCALED = 4.8 / 8.0  # an H200's memory beside that of a GPU in a GB200
 PUBLISHED = {  # tokens/s of a user, tokens/s of a GPU; the second on hardware that is not stated
-    "1,100 a GPU at 100 a user, TP8": (100.0, 1100.0),
-    "up to 630 for one user, TP4": (630.0, 630 / 4),
+    "1,100 a GPU\nat 100 a user, TP8": (100.0, 1100.0),
+    "up to 630\nfor one user, TP4": (630.0, 630 / 4),
 }
 CONTEXT = 8 * K  # of a server's users
 DRAFTER_BYTES, DRAFTED, EXCHANGES = 2.9e9, 7, 1 + 2 * 5 + 2 * 7  # of Small's: fusion, five layers, seven tokens
@@ -173,7 +173,7 @@ def goal_table(run: Run) -> list[tuple[str, ...]]:
         table.append((name, f"{sign} {form(goal)}", "not measured" if found is None else form(found), outcome))
 
     def ms(seconds: Real) -> str:
-        return f"{1e3 * seconds:.{1 if seconds < 0.1 else 0}f} ms" if seconds > 0.02 else f"{1e3 * seconds:.2f} ms"
+        return f"{1e3 * seconds:.{3 if seconds < 0.02 else 1 if seconds < 0.1 else 0}f} ms"
 
     for case, goal in GOALS.items():
         add(f"step of {case[0]} x {case[2]} at {length(case[1])}", "<=", goal, kernels.get(case), ms)
@@ -239,8 +239,8 @@ def waterfall(run: Run, rows: int = 1) -> Figure:
 def roofline(run: Run) -> Figure:
     """Every section of every profile of our own: FLOP/s against FLOP a byte; the kernels' router is three products."""
     figure, ax = plt.subplots(figsize=(7.2, 4.4))
-    markers = iter("os^DvP*X")
-    for profile in rows_of(run, "profile", backend=ours(run)):
+    markers, own = iter("os^DvP*X"), rows_of(run, "profile", backend=ours(run))
+    for profile in own:
         what = f"{profile['rows']} x 1" if profile["phase"] == "decode" else f"prefill, {profile.get('way', '')}"
         marker = next(markers)
         for section in profile["sections"]:
@@ -251,7 +251,7 @@ def roofline(run: Run) -> Figure:
                 )  # fmt: skip
         ax.scatter([], [], marker=marker, color=COLOURS["grey"], label=what)
     for name, colour in SECTIONS.items():
-        if any(s["name"] == name and s["flops"] for p in run["profile"] for s in p["sections"]):
+        if any(s["name"] == name and s["flops"] for profile in own for s in profile["sections"]):
             ax.scatter([], [], marker="s", color=COLOURS[colour], label=short(name))
     low, high = 0.05, 5000.0
     ridge = run["matrix"] / run["copy"]
@@ -327,7 +327,8 @@ def prefill(run: Run) -> Figure:
             ax.plot([by_host] * 2, [place - 0.38, place + 0.38], **of_host, label=label)
         limit, mark = 1e3 * row["roofline_seconds"], {"ls": ":", "color": "black", "lw": 1.5}
         ax.plot([limit] * 2, [place - 0.38, place + 0.38], **mark, label=None if place else "limit")
-        ax.text(seconds + on_top, place, f" {seconds:.0f} + {on_top:.0f} ms", va="center", fontsize=8)
+        end = max(seconds + on_top, 1e3 * row.get("launched_seconds", 0))
+        ax.text(end, place, f"  {seconds:.0f} + {on_top:.0f} ms", va="center", fontsize=8)
     ax.set_yticks(range(len(rows)), [f"{row['backend']}, {row['way']}" for row in rows])
     longest = max(max(row["seconds"] + row["collective_seconds"], row.get("launched_seconds", 0)) for row in rows)
     ax.set(xlabel="ms", xlim=(0, 1.2e3 * longest))
@@ -440,8 +441,8 @@ def frontier(
         ax.plot(user, gpu, "s", color=COLOURS["bad"], mfc="white")
         ax.plot(user * SCALED, gpu * SCALED, "s", color=COLOURS["bad"])
         ax.annotate(
-            f"published: {name}", (user, gpu), (0, 7), textcoords="offset points", fontsize=7, ha="center",
-            bbox={"facecolor": "white", "alpha": 0.85, "linewidth": 0, "pad": 1},
+            f"published: {name}", (user, gpu), (0, 7), textcoords="offset points", fontsize=7,
+            ha="right" if user < 200 else "left",
         )  # fmt: skip
     ax.plot([], [], "s", color=COLOURS["bad"], label=f"published, times {SCALED:g}: memory of an H200")
     ax.set(xscale="log", yscale="log", xlabel="tokens/s of a user", ylabel="tokens/s of a GPU")
