@@ -23,7 +23,7 @@ second product adds them up. Up to FEW tokens memory is the limit, beyond them t
 
 from collections.abc import Callable
 from functools import cache, partial
-from typing import no_type_check
+from typing import NamedTuple, no_type_check
 
 import torch
 import triton
@@ -46,8 +46,20 @@ FEW_PAIRS = 512  # up to which `_plan` makes the list; with more, about as many 
 PROGRAMS = 128
 REGISTERS = 65_536  # of a processor
 OFFSETS, GRID_ROWS = 2**31, 65_535  # what fits: elements in an offset of the kernels, rows in a grid
-Rates = tuple[float, float, float]  # what `swiglu` takes for its caps
 Quantize = Callable[[Tensor], Tensor] | None
+
+
+class Call(NamedTuple):
+    """One call of `experts`, checked."""
+
+    x: Float[Tensor, "N D"]
+    weights: Float[Tensor, "N k"]
+    ids: Int[Tensor, "N k"]
+    w13: ExpertMatrix
+    w2: ExpertMatrix
+    rates: tuple[float, float, float]  # what `swiglu` takes for its caps
+    quantize: Quantize
+    origin: int  # the first expert that is here
 
 
 @triton.jit
@@ -334,17 +346,9 @@ def in_natural_order(x: Float[Tensor, "N columns"], nvfp4: bool) -> Float[Tensor
     return _swapped(x, 8 if nvfp4 else 16, 4, x.shape[1])
 
 
-def _packed_few(
-    x: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    w13: ExpertMatrix,
-    w2: ExpertMatrix,
-    rates: Rates,
-    quantize: Quantize,
-    origin: int,
-) -> Tensor:
+def _packed_few(call: Call) -> Tensor:
     """At the rate of memory."""
+    x, weights, ids, w13, w2, rates, quantize, origin = call
     (N, D), k, E, one, nvfp4 = x.shape, ids.shape[1], len(w13.weight), len(x) == 1, w13.amax is not None
     expert, slots = (ids, ids) if one else plan(ids, E, 8, origin, pdl=True)
 
@@ -363,17 +367,9 @@ def _packed_few(
     return combine(run(a, w2, D, torch.float32, False), ids, torch.empty_like(x), origin, E, pdl=True)
 
 
-def _packed_token(
-    x: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    w13: ExpertMatrix,
-    w2: ExpertMatrix,
-    rates: Rates,
-    quantize: Quantize,
-    origin: int,
-) -> Tensor:
+def _packed_token(call: Call) -> Tensor:
     """At the rate of memory, one token on a rank."""
+    x, weights, ids, w13, w2, rates, quantize, origin = call
     k, E, nvfp4 = ids.shape[1], len(w13.weight), w13.amax is not None
 
     def run(x: Tensor, matrix: ExpertMatrix, out: Tensor, first: bool) -> Tensor:
@@ -392,17 +388,9 @@ def _packed_token(
     return run(a, w2, torch.empty_like(x), False)
 
 
-def _packed_many(
-    x: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    w13: ExpertMatrix,
-    w2: ExpertMatrix,
-    rates: Rates,
-    quantize: Quantize,
-    origin: int,
-) -> Tensor:
+def _packed_many(call: Call) -> Tensor:
     """At the rate of the tensor cores."""
+    x, weights, ids, w13, w2, rates, quantize, origin = call
     (N, D), k, E, nvfp4 = x.shape, ids.shape[1], len(w13.weight), w13.amax is not None
     expert, slots = plan(ids, E, 128, origin, pdl=True)
 
@@ -435,17 +423,9 @@ def outer_scale(matrix: ExpertMatrix, nothing: Tensor) -> tuple[Tensor, Tensor]:
     return (nothing, nothing) if matrix.amax is None else (matrix.amax.contiguous(), matrix.denominator)
 
 
-def _released(
-    x: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    w13: ExpertMatrix,
-    w2: ExpertMatrix,
-    rates: Rates,
-    quantize: Quantize,
-    origin: int,
-) -> Tensor:
+def _released(call: Call) -> Tensor:
     """On the bytes of a checkpoint, or dense matrices."""
+    x, weights, ids, w13, w2, rates, quantize, origin = call
     (N, D), k, E, slots = x.shape, ids.shape[1], len(w13.weight), 16 if len(x) <= FEW else 64
     expert, slot = plan(ids, E, slots, origin)
 
@@ -560,4 +540,4 @@ def _experts(
     else:
         run = _released
     rates = (2 / gate_cap, 2 / up_cap, gate_cap * up_cap / 4)
-    return run(x, weights.float().contiguous(), ids.contiguous(), w13, w2, rates, quantize, origin or 0)
+    return run(Call(x, weights.float().contiguous(), ids.contiguous(), w13, w2, rates, quantize, origin or 0))
