@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -39,6 +40,7 @@ PAGE = 128  # slots of a page of a sliding layer's ring
 ROWS = 8  # joined projections have a multiple of them
 CONVOLUTIONS = ("key_value_conv", "attention_conv", "mlp_conv")  # whose last inputs are kept
 NOT_FINITE = -1  # in place of a token: its logits are NaN or infinite
+GRAPHS: WeakSet = WeakSet()  # all that somebody holds: those of a rank end before its world does (`parallel.launch`)
 
 
 @dataclass(frozen=True)
@@ -712,6 +714,7 @@ def captured(run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads watch over collectives
         result = run()
+    GRAPHS.add(graph)
     return graph, result
 
 

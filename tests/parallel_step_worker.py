@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from helpers import random_ids, random_model, relative_rms
 from parallel_draft_worker import random_drafter
 from parallel_worker import SHORT, TOLERANCE, joined, prompts
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from inkling_ref import generation
 from inkling_ref.config import InklingConfig
-from inkling_ref.decode_step import DecodeStep
+from inkling_ref.decode_step import GRAPHS, DecodeStep
 from inkling_ref.draft_config import DSparkConfig
 from inkling_ref.model import Inkling
 from inkling_ref.parallel.apply import Mesh, parallelize
@@ -79,3 +80,16 @@ def check_steps(rank: int, cases: list[StepCase], device: str = "cpu") -> None:
             result = generate(part, case.prompts, max_new_tokens=9, drafter=drafter, step=step)
             assert result.tokens == plain, f"{case.name}, drafts: {result.tokens}, expected {plain}"
             assert sum(result.stats.drafting.checked) > 0
+
+
+def hold_a_graph(rank: int) -> None:
+    """Beyond the end of the world."""
+
+    class Graph:
+        def reset(self) -> None:
+            print(f"reset in a world of {dist.get_world_size()}", file=sys.stderr)
+
+    graph = Graph()
+    with joined(rank, Plan(2)):
+        GRAPHS.add(graph)
+    assert not dist.is_initialized()

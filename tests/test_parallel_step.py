@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers import random_ids, random_model, relative_rms, unchecked
 from kernel_contract import DEVICE, INTERPRETED, needs_device
-from parallel_step_worker import StepCase, check_steps
+from parallel_step_worker import StepCase, check_steps, hold_a_graph
 from parallel_worker import start, text_config
 from test_parallel import EIGHT, FOUR, THREE, succeed
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -41,6 +41,13 @@ WORLDS = {
 @pytest.mark.parametrize("size", WORLDS)
 def test_a_world_of_steps_writes_what_one_process_does(size, tmp_path):
     succeed(start(size, tmp_path, check_steps, WORLDS[size]))
+
+
+def test_a_graph_ends_before_its_world(tmp_path):
+    """NCCL's communicators wait for every graph that holds a call of theirs: a step that is still held would hang."""
+    results = start(2, tmp_path, hold_a_graph)
+    succeed(results)
+    assert all("reset in a world of 2" in stderr for _, stderr in results)
 
 
 @unchecked()

@@ -33,6 +33,7 @@ from typing import NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 
+from ..decode_step import GRAPHS
 from ..errors import InputError
 from .apply import TIMEOUT, Mesh
 from .collectives import ENTERED, CollectiveError, entering
@@ -75,7 +76,8 @@ def world(
 
     An exception within ends all ranks. This process then does not return from here: it exits with status 2 for an
     InputError and 1 for any other. `timeout` is that of every collective. Ranks that were `asked` for different things
-    end at once: their collectives would not fit together, or wait for each other.
+    end at once: their collectives would not fit together, or wait for each other. CUDA graphs (a step's `capture`) end
+    with the world, whoever still holds them.
     """
     if rank_and_size()[1] == 1:
         yield Mesh.join(plan, device_type, timeout)
@@ -99,6 +101,8 @@ def world(
         watch.report(error)
     watch.stop()
     barrier()  # the store goes with the rank that holds it: nobody may still be looking
+    for graph in list(GRAPHS):  # NCCL would wait for one that holds collectives, and nobody watches any more
+        graph.reset()
     dist.destroy_process_group()
 
 
