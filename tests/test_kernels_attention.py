@@ -141,6 +141,29 @@ def test_attend_cache_by_clusters(case, monkeypatch):
     check(decode_kernel.attend_cache, fused.attend_cache, tensors, torch.bfloat16, **arguments)
 
 
+def test_what_is_for_clusters(monkeypatch):
+    """One token that sees a window, in what 32 bits reach: slots may be far apart where rows are not."""
+    calls = []
+
+    class Hopper:
+        decode_cluster = {(6,): lambda *given, **sizes: calls.append(sizes["CTAS"])}  # noqa: RUF012
+        layouts = staticmethod(lambda ctas, keys: {})
+
+    monkeypatch.setattr(decode_kernel, "_hopper", lambda device: Hopper)
+    shapes = {"q": (3, 1, 10, 128), "r": (3, 1, 10, 16), "profiles": (16, 33), "sink": (3, 1, 10), "gate": (3, 1, 1280)}
+    given = {name: torch.empty(shape, dtype=torch.bfloat16, device="meta") for name, shape in shapes.items()}
+    lengths, slots = (
+        torch.zeros(3, dtype=torch.int32),
+        torch.empty(2**22, 3, 2, 128, dtype=torch.bfloat16, device="meta"),
+    )
+    for count, window, expected in ((99, 512, 4), (99, 513, 8), (99, 1025, None), (99, None, None), (2**22, 9, None)):
+        keys = slots[:count].permute(1, 2, 0, 3)
+        y = decode_kernel._by_clusters(**given, k=keys, v=keys, lengths=lengths, window=window, table=None)
+        assert calls == ([] if expected is None else [expected])
+        assert y is None if expected is None else y.shape == (3, 1, 1280)
+        calls.clear()
+
+
 @needs_hopper
 def test_clusters_give_the_same_bits():
     """At any time, beside anything else: 64 rows in a graph, replayed on two streams."""

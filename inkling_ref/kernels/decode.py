@@ -559,12 +559,12 @@ def _by_clusters(
     hopper, given = _hopper(q.device), [lengths] if table is None else [lengths, table]
     if hopper is None or window > 1024 or H > 8 * G or not all(u.is_contiguous() for u in given):
         return None
-    strides = *k.stride()[:3], *v.stride()[:3]
-    if any(u.stride(-1) != 1 for u in (q, k, v, r, sink, gate)) or any(n % 8 for n in strides):
+    given, strides = (q, k, v, r, sink, gate), (*k.stride()[:3], *v.stride()[:3])
+    if any(u.stride(-1) != 1 for u in given) or any(n % 8 for n in strides):
         return None
-    if max(len(k) * k.stride(0), len(v) * v.stride(0), q.stride(0) * B, gate.stride(0) * B) >= 2**31:
+    if max(n * stride for u in given for n, stride in zip(u.shape, u.stride(), strict=True)) >= 2**31:
         return None  # it counts in 32 bits
-    ctas, keys = (4, 128) if window <= 512 else (8, 128)
+    ctas, keys = 4 if window <= 512 else 8, 128
     page, pages = (S, table.shape[1]) if table is not None else (0, 0)
     out = torch.empty(B, 1, H * d, dtype=q.dtype, device=q.device)
     hopper.decode_cluster[(B * G,)](
