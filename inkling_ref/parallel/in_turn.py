@@ -367,10 +367,10 @@ def check_slice(
             expected, others_alone = single[arm][way]
             row = {"backend": arm[0], "dtype": str(arm[1]).removeprefix("torch."), "form": form}
             for kind, x in first.items():
-                alone, best = expected[kind], exact[kind][:, -x.shape[1] :]
+                same, best = expected[kind], exact[kind][:, -x.shape[1] :]
                 yield {
                     **row, "call": kind, "alike on all ranks": all(torch.equal(other[kind], x) for other, _ in others),
-                    "ranks": distance(x, best), "single": distance(alone, best), "apart": distance(x, alone),
+                    "ranks": distance(x, best), "single": distance(same, best), "apart": distance(x, same),
                 }  # fmt: skip
             shares = sum(share for _, share in results) / tp, others_alone
             yield {**row, "call": "experts", **{who: {"differ": n} for who, n in zip(WHO, shares, strict=False)}}
