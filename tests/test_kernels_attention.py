@@ -1,6 +1,7 @@
 """Contract of the attention kernels."""
 
 import math
+import re
 from functools import partial
 
 import pytest
@@ -9,12 +10,13 @@ import triton
 import triton.language as tl
 from helpers import relative_rms, unchecked
 from kernel_contract import DEVICE, check, dtypes, needs_device, placed, poisoned_outputs  # noqa: F401 (a fixture)
+from ptx import emulate, floats
 from test_attention import operands
 
 from inkling_ref import attention, fused
 from inkling_ref.decode_step import captured
 from inkling_ref.errors import InputError
-from inkling_ref.kernels import INTERPRETED, arrivals
+from inkling_ref.kernels import INTERPRETED, arrivals, decode_hopper
 from inkling_ref.kernels import attention as attention_kernel
 from inkling_ref.kernels import decode as decode_kernel
 
@@ -152,16 +154,35 @@ def test_what_is_for_clusters(monkeypatch):
     monkeypatch.setattr(decode_kernel, "_hopper", lambda device: Hopper)
     shapes = {"q": (3, 1, 10, 128), "r": (3, 1, 10, 16), "profiles": (16, 33), "sink": (3, 1, 10), "gate": (3, 1, 1280)}
     given = {name: torch.empty(shape, dtype=torch.bfloat16, device="meta") for name, shape in shapes.items()}
-    lengths, slots = (
-        torch.zeros(3, dtype=torch.int32),
-        torch.empty(2**22, 3, 2, 128, dtype=torch.bfloat16, device="meta"),
-    )
+    lengths = torch.zeros(3, dtype=torch.int32)
+    slots = torch.empty(2**22, 3, 2, 128, dtype=torch.bfloat16, device="meta")
     for count, window, expected in ((99, 512, 4), (99, 513, 8), (99, 1025, None), (99, None, None), (2**22, 9, None)):
         keys = slots[:count].permute(1, 2, 0, 3)
         y = decode_kernel._by_clusters(**given, k=keys, v=keys, lengths=lengths, window=window, table=None)
         assert calls == ([] if expected is None else [expected])
         assert y is None if expected is None else y.shape == (3, 1, 1280)
         calls.clear()
+
+
+@pytest.mark.parametrize("blocks", [4, 8])
+def test_exchange_of_a_cluster(blocks):
+    """Every block gets its channels from all; a barrier must see as many bytes as it expects, or it never opens."""
+    n, own, shape = 3 * blocks, 128 // blocks, (blocks, 8, 32)
+    sums, ends = torch.randn(blocks, 8, 128, dtype=torch.float64), torch.randn(2, blocks, 8, dtype=torch.float64)
+    block, warp, lane = torch.meshgrid(*map(torch.arange, shape), indexing="ij")
+    given = {f"${n}": torch.zeros(shape, dtype=torch.long)}
+    for k in range(4):
+        given[f"${n + 1 + k}"] = sums[block, 2 * (lane % 4) + k // 2, 16 * warp + 2 * (lane // 4) + k % 2]
+    given |= {f"${n + 5 + k}": ends[k][block, lane // 4] for k in range(2)}
+    opened = decode_hopper.open_ptx(blocks)
+    boxes = floats(blocks, int(re.search(r"box\[(\d+)\]", opened)[1]) // 4)
+    after, sent = emulate(decode_hopper.exchange_ptx(blocks), blocks, 8, given, boxes)
+    assert sent == blocks * int(re.search(r"expect_tx.*, (\d+);", opened)[1])
+    assert boxes[:, :4].isnan().all()  # the barrier's own words
+    for k in range(blocks):
+        assert torch.equal(after[f"${k}"][..., :own], sums[k].unflatten(-1, (blocks, own)).transpose(0, 1))
+        for i in range(2):
+            assert torch.equal(after[f"${(i + 1) * blocks + k}"], ends[i, k][:, None].expand(shape))
 
 
 @needs_hopper
