@@ -95,16 +95,17 @@ def test_a_prompt_cut_by_tokens():
 
 
 class Launched(TorchDispatchMode):
-    """Names of what is computed or copied, views aside."""
+    """Names of what is computed or copied, views aside, and the newest result."""
 
     def __init__(self):
         super().__init__()
-        self.names = []
+        self.names, self.newest = [], None
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         found = op(*args, **(kwargs or {}))
         if not any(result.alias_info for result in op._schema.returns) or op._schema.is_mutable:
             self.names.append(op._schema.name.removeprefix("aten::"))
+            self.newest = found
         return found
 
 
@@ -123,6 +124,21 @@ def test_what_joins_a_long_prompt_copies_nothing_but_its_ends(rank):
         assert torch.equal(before, partial[:, 7 * rank - N : 7 * rank] if rank else old)
     assert [name for name in launched.names if name != "equal"] == ["index_select", "copy_"]
     assert torch.equal(state, partial[:, -N:])
+
+
+@torch.no_grad()
+def test_what_joins_is_the_last_that_is_made():
+    """In a graph `join_and_mix` reads what stands before it earlier, see there."""
+    model = parallelize(random_model(FOUR), Mesh.stand_in(Plan(4, sequence=True, sequence_from=1), 3))
+    step = DecodeStep(model, 3, 30)
+    step.prefill(random_ids(3, 4))
+    prompt, state = step.ranks.edges[0], step.layers[0].mlp_conv
+    model.current.T = 4  # a token for each rank
+    partial = torch.randn(3, 4, FOUR.text.hidden_size)
+    with Launched() as launched, step.ranks.joined(partial, state, prompt) as (y, before):
+        assert y.shape[1] == 1
+        assert before.is_contiguous()
+        assert launched.newest.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
 
 
 @torch.inference_mode()

@@ -84,8 +84,10 @@ class Ranks(Alone):
         if old is not None:
             is_old, index = old
             edges = torch.where(is_old, state.take_along_dim(index, dim=1), edges)
-        y, first = tp.reduce_scatter(self.current.whole_chunks(partial), 1), N * (tp.rank - 1)
-        yield y.contiguous(), edges[:, first : first + N].contiguous() if tp.rank else state
+        first = N * (tp.rank - 1)
+        before = edges[:, first : first + N].contiguous() if tp.rank else state
+        # Last, because in a graph the operation reads all but y while the kernel in front of it still runs.
+        yield tp.reduce_scatter(self.current.whole_chunks(partial), 1).contiguous(), before
         state.copy_(edges[:, -N:])
 
     def find_edges(
