@@ -573,10 +573,12 @@ class DecodeStep:
         kept, lengths = [t.clone() for t in states], self.lengths.clone()
         self.lengths.fill_(-self.tokens)  # rows that are not in use: no slot of the cache is written
         self.greedy = greedy
-        self.graph, (self.hidden, self.best) = captured(self._of_a_graph)
+        try:  # there may be too little memory
+            self.graph, (self.hidden, self.best) = captured(self._of_a_graph)
+        finally:
+            for t, before in zip([*states, self.lengths], [*kept, lengths], strict=True):
+                t.copy_(before)
         self.captured_taps, self.head = self.taps, None  # the head of a graph before this one read its hidden states
-        for t, before in zip([*states, self.lengths], [*kept, lengths], strict=True):
-            t.copy_(before)
 
     @torch.inference_mode()
     def capture_prefill(self, T: int) -> None:
@@ -599,9 +601,12 @@ class DecodeStep:
         # One for each run, made outside the graph: what a call finds out for all layers must be found within the graph.
         prompts = [Prompt(self.ends, [T] * B, T, device) for _ in range(2)]
         before, waiting = self.taps, iter(prompts)
-        graph, hidden = captured(lambda: self._read(ids, next(waiting)))
-        self.prompts[T], self.taps = PromptGraph(graph, prompts[-1], ids, hidden, self.taps), before
-        self.reset()
+        try:
+            graph, hidden = captured(lambda: self._read(ids, next(waiting)))
+            self.prompts[T] = PromptGraph(graph, prompts[-1], ids, hidden, self.taps)
+        finally:
+            self.taps = before
+            self.reset()
 
     def _of_a_graph(self) -> tuple[Float[Tensor, "B T D"], Int[Tensor, "B T"] | None]:
         hidden = self.forward()

@@ -140,6 +140,24 @@ def test_a_captured_prefill_is_for_whole_prompts_of_its_length(model, monkeypatc
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("what", ["a prompt", "a step"])
+def test_a_capture_that_fails_leaves_no_trace(model, what, monkeypatch):
+    step, ids = DecodeStep(model, 2, 30, page=16), random_ids(2, 8, seed=1)
+
+    def fail(run):
+        run()
+        raise torch.OutOfMemoryError("after the first run")
+
+    monkeypatch.setattr(decode_step, "captured", fail)
+    if what == "a step":
+        step.prefill(ids[:, :7])
+    with pytest.raises(torch.OutOfMemoryError):
+        step.capture() if what == "a step" else step.capture_prefill(5)
+    hidden = step(ids[:, 7:]) if what == "a step" else step.prefill(ids)[:, None]
+    check(model, hidden, ids.tolist(), 1)
+
+
+@torch.inference_mode()
 def test_rows_that_have_ended_leave_the_others_alone(model):
     step, rows = started(model, tokens=2)
     for used in ([True, True], [True, False], [True, False]):
