@@ -12,9 +12,9 @@ bytes a number and not 6. Several rows in bfloat16 split it in registers; others
 
 Choosing takes partial sums of the logits, [slices, N, E], one warp a token. For many rows it is a kernel of its own,
 launched when the programs of the product end, and not after all that they wrote has arrived: for that it waits itself
-(programmatic dependent launch, PDL in the code). For a few rows one launch does both: programs count themselves when
-their sums are written, and the last one, which sees all of them, chooses. It adds the same sums in the same order,
-whichever program it is, and sets the count back to 0.
+(programmatic dependent launch, PDL in the code). For a few rows one launch does both: the programs of up to eight rows
+count themselves when their sums are written, and the last one, which sees all of them, chooses. It adds the same sums
+in the same order, whichever program it is, and sets the count back to 0.
 
 **SwiGLU.** One pass over interleaved gate and up columns, with one division for three quotients; see `approximate`.
 """
