@@ -204,6 +204,23 @@ def test_clusters_give_the_same_bits():
 
 
 @needs_hopper
+def test_clusters_read_views(monkeypatch):
+    """As a step gives them: parts of one projection, keys and values in one tensor; also of odd distances."""
+    monkeypatch.setattr(decode_kernel, "attend_split", None)
+    tensors, arguments = for_a_cluster((6, 1, 1024), [1200, 40, 700], 1024, 128)
+    given = {name: placed(t, torch.bfloat16) for name, t in tensors.items()}
+    expected = decode_kernel.attend_cache(**given, **arguments)
+    for more in (8, 3):
+        views = dict(given)
+        for name in ("q", "r", "sink", "gate"):
+            wide = torch.nn.functional.pad(given[name], (more, 5), value=math.nan)
+            views[name] = wide[..., more:-5]
+        views["keys"], views["values"] = torch.stack([given["keys"], given["values"]], dim=2).unbind(2)
+        assert not views["keys"].is_contiguous()
+        assert torch.equal(decode_kernel.attend_cache(**views, **arguments), expected)
+
+
+@needs_hopper
 @pytest.mark.parametrize("name", ["q", "r", "sink", "gate", "keys", "values"])
 def test_clusters_pass_nan_on(name):
     """Where the reference has one, and nowhere else."""

@@ -83,6 +83,7 @@ def test_four_layers_of_full_width(size, tmp_path):
 
 @pytest.mark.parametrize("size", [size for size in SIZES if size in STEPS])
 def test_steps_as_graphs_with_their_collectives(size, tmp_path):
+    """The last of them is still held when its world ends."""
     succeed(start(size, tmp_path, check_steps, STEPS[size], DEVICE))
 
 
