@@ -101,19 +101,19 @@ def test_step_as_one_graph(T, dtype, monkeypatch):
 @needs_gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_prefill_as_one_graph(dtype, monkeypatch):
-    """Texts of two lengths, each with its graph, and what comes behind them: the bits of calls without."""
+    """Texts of three lengths, each with its graph, and what comes behind them: the bits of calls without."""
     monkeypatch.undo()
-    model, found = model_of(config=TINY, dtype=dtype), []
-    for captures in (False, True):
+    model, found = model_of(config=TINY, dtype=dtype), {False: [], True: []}
+    for captures, out in found.items():
         step = DecodeStep(model, 2, 230, tokens=2, page=64)
-        for T in (200, 7) if captures else ():
+        for T in (200, 7, 1) if captures else ():
             step.capture_prefill(T)
-        for T, seed in ((200, 1), (7, 2), (200, 3)):
+        for T, seed in ((200, 1), (7, 2), (1, 4), (200, 3)):
             step.reset()
-            found.append(step.prefill(random_ids(2, T, seed=seed).to(DEVICE)).clone())
-            found.append(step.prefill(random_ids(2, 5, seed=seed).to(DEVICE)).clone())
-            found.append(step(random_ids(2, 2, seed=seed).to(DEVICE)).flatten(0, 1).clone())
-    for eager, graph in zip(found[:9], found[9:], strict=True):
+            out.append(step.prefill(random_ids(2, T, seed=seed).to(DEVICE)).clone())
+            out.append(step.prefill(random_ids(2, 5, seed=seed).to(DEVICE)).clone())
+            out.append(step(random_ids(2, 2, seed=seed).to(DEVICE)).flatten(0, 1).clone())
+    for eager, graph in zip(found[False], found[True], strict=True):
         assert torch.equal(eager, graph)
 
 
