@@ -570,7 +570,7 @@ class DecodeStep:
         greedy: the best tokens are found in the same graph, for `next_tokens`; of no use where tokens are drawn.
         """
         states = [getattr(state, name) for state in self.layers for name in CONVOLUTIONS]
-        kept, lengths = [t.clone() for t in states], self.lengths.clone()
+        kept, lengths, hidden = [t.clone() for t in states], self.lengths.clone(), self.hidden
         self.lengths.fill_(-self.tokens)  # rows that are not in use: no slot of the cache is written
         self.greedy = greedy
         try:  # there may be too little memory
@@ -578,6 +578,8 @@ class DecodeStep:
         finally:
             for t, before in zip([*states, self.lengths], [*kept, lengths], strict=True):
                 t.copy_(before)
+        if hidden is not None:  # `next_tokens` may still be asked for those of the newest step
+            self.hidden.copy_(hidden)
         self.captured_taps, self.head = self.taps, None  # the head of a graph before this one read its hidden states
 
     @torch.inference_mode()

@@ -158,6 +158,16 @@ def test_a_capture_that_fails_leaves_no_trace(model, what, monkeypatch):
 
 
 @torch.inference_mode()
+def test_a_capture_between_a_step_and_its_tokens(model, monkeypatch):
+    step, _ = started(model)
+    hidden, expected = step(random_ids(2, 1)).clone(), step.next_tokens()
+    monkeypatch.setattr(decode_step, "captured", lambda run: (None, run()))
+    step.capture()
+    assert torch.equal(step.hidden, hidden)
+    assert torch.equal(step.next_tokens(), expected)
+
+
+@torch.inference_mode()
 def test_rows_that_have_ended_leave_the_others_alone(model):
     step, rows = started(model, tokens=2)
     for used in ([True, True], [True, False], [True, False]):
