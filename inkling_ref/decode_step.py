@@ -580,6 +580,8 @@ class DecodeStep:
                 t.copy_(before)
         if hidden is not None:  # `next_tokens` may still be asked for those of the newest step
             self.hidden.copy_(hidden)
+            if greedy:
+                self.best.copy_(self._head(0.0, hidden))
         self.captured_taps, self.head = self.taps, None  # the head of a graph before this one read its hidden states
 
     @torch.inference_mode()

@@ -1,5 +1,7 @@
 """The decoding step with fixed addresses gives what the model gives with a growing cache."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from helpers import logits, random_ids, random_model, relative_rms, unchecked
@@ -157,12 +159,13 @@ def test_a_capture_that_fails_leaves_no_trace(model, what, monkeypatch):
     check(model, hidden, ids.tolist(), 1)
 
 
+@pytest.mark.parametrize("greedy", [False, True], ids=["step", "step and tokens"])
 @torch.inference_mode()
-def test_a_capture_between_a_step_and_its_tokens(model, monkeypatch):
+def test_a_capture_between_a_step_and_its_tokens(model, greedy, monkeypatch):
     step, _ = started(model)
     hidden, expected = step(random_ids(2, 1)).clone(), step.next_tokens()
-    monkeypatch.setattr(decode_step, "captured", lambda run: (None, run()))
-    step.capture()
+    monkeypatch.setattr(decode_step, "captured", lambda run: (SimpleNamespace(replay=lambda: None), run()))
+    step.capture(greedy)
     assert torch.equal(step.hidden, hidden)
     assert torch.equal(step.next_tokens(), expected)
 
