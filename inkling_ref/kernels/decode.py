@@ -193,7 +193,7 @@ def ways_added(x, WAYS: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _combined(
+def _add_splits(
     part_ptr, log_ptr, sink_ptr, gate_ptr, out_ptr, b, g, start, count, pairs, channels, z_b, z_t, gate_b, gate_t,
     T: tl.constexpr, G: tl.constexpr, Q: tl.constexpr, d: tl.constexpr, PROGRAMS: tl.constexpr, SPLITS: tl.constexpr,
     WAIT: tl.constexpr,
@@ -378,7 +378,7 @@ def _decode(
             if tl.atomic_add(arrival_ptr, 1, sem="acq_rel", scope="gpu") == count - 1:
                 tl.store(arrival_ptr, 0)  # for the next call
                 for channel in range(0, d, BLOCK):
-                    _combined(
+                    _add_splits(
                         part_ptr, log_ptr, sink_ptr, gate_ptr, out_ptr, b.to(tl.int64), g, pid - split, count,
                         tl.arange(0, PAIRS), channel + tl.arange(0, BLOCK), z_b, z_t, gate_b, gate_t,
                         T, G, Q, d, PROGRAMS, SPLITS, False,
@@ -405,7 +405,7 @@ def _combine(
     count = tl.sum(tl.where(here, splits, 0), 0)
     start = tl.sum(tl.where(here, ends, 0), 0) - (G - h // Q) * count
     pairs, channels = t * Q + h % Q + tl.arange(0, 1), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    _combined(
+    _add_splits(
         part_ptr, log_ptr, sink_ptr, gate_ptr, out_ptr, b.to(tl.int64), h // Q, start, count, pairs, channels,
         z_b, z_t, gate_b, gate_t, T, G, Q, d, PROGRAMS, SPLITS, DEPENDENT,
     )  # fmt: skip

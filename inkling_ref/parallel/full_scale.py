@@ -8,7 +8,7 @@ in the released formats. Then, the most important first:
   nobody. One step more runs launch by launch, to count routes.
 - profile. What a step, or a prefill, launches, by section of `measure.ranges`, beside what the section cannot beat.
 - prefill. A prompt by `DecodeStep.prefill`, each rank mixing all tokens (replicated) or its share of them (sequence):
-  `launched_seconds` where the host launches it kernel by kernel, `seconds` as one CUDA graph.
+  `seconds` of a call, on a GPU one CUDA graph's; `launched_seconds` there, of the host launching kernel by kernel.
 - arms. From here on experts are in the released layout, repacked where they lie. The eager reference, with its growing
   cache, dequantises expert by expert. `torch.compile`: the operations of a step, each compiled for its fixed shapes,
   the step one CUDA graph as ours; `bench.peers.gathered_experts` says how its experts run.
