@@ -196,7 +196,8 @@ def ask(
             f"{1000 * drafting.draft_seconds / drafting.row_rounds:.1f} ms to draft, "
             f"{1000 * drafting.verify_seconds / drafting.row_rounds:.1f} ms to check"
         )
-        _note(f"accepted by position: {_percents(drafting.acceptance())} %")
+        shares = zip(drafting.acceptance(), drafting.checked, strict=True)
+        _note(f"accepted by position: {_percents([share if checked else None for share, checked in shares])} %")
 
 
 def use_few_threads(config: "InklingConfig", device: str) -> None:
@@ -213,8 +214,9 @@ def use_few_threads(config: "InklingConfig", device: str) -> None:
         torch.set_num_threads(1)
 
 
-def _percents(shares: list[float]) -> str:
-    return " ".join(f"{100 * share:.0f}" for share in shares)
+def _percents(shares: Iterable[float | None]) -> str:
+    """None: nothing was checked there, as behind a short answer's end."""
+    return " ".join("-" if share is None else f"{100 * share:.0f}" for share in shares)
 
 
 class _Printer:
@@ -334,7 +336,7 @@ def bench(
         list[str] | None,
         typer.Argument(
             metavar="[OP...]|dspark|collectives",
-            help="Groups of kernels (x lists them; default: all), drafting, or (under torchrun) collectives.",
+            help="Groups of kernels (another name lists them; default: all), dspark, or (under torchrun) collectives.",
         ),
     ] = None,
     against: Annotated[

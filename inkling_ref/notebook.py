@@ -4,6 +4,7 @@
 
     python -m inkling_ref.notebook notebooks/*.ipynb           # execute in place, then normalise
     python -m inkling_ref.notebook --check notebooks/*.ipynb   # name the files that are not normal; write nothing
+    python -m inkling_ref.notebook --tidy notebooks/*.ipynb    # normalise without a run: what a browser saved, say
 
 Needs the `notebooks` extra. Importing this module sets matplotlib's style, in one place for all notebooks.
 
@@ -296,18 +297,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     parser = argparse.ArgumentParser("python -m inkling_ref.notebook", description="Execute and normalise notebooks.")
     parser.add_argument("files", nargs="+", type=Path)
-    parser.add_argument("--check", action="store_true", help="only name the files that are not normal")
+    way = parser.add_mutually_exclusive_group()
+    way.add_argument("--check", action="store_true", help="only name the files that are not normal")
+    way.add_argument("--tidy", action="store_true", help="normalise without executing")
     options = parser.parse_args(arguments)
     failed = False
     for path in options.files:
         try:
             if not options.check:
-                text = nbformat.writes(normalised(executed(path))) + "\n"
+                text = nbformat.writes(normalised((read if options.tidy else executed)(path))) + "\n"
                 with whole_file(path) as partial:
                     partial.write_text(text, encoding="utf-8")
                 print(path)
             elif nbformat.writes(normalised(read(path))) + "\n" != path.read_text(encoding="utf-8"):
-                raise InputError(f"{path}: not in normal form; `make notebooks` executes and normalises")
+                raise InputError(
+                    f"{path}: not in normal form; `python -m inkling_ref.notebook --tidy {path}` normalises what a "
+                    "browser saved, without --tidy it executes the notebook too"
+                )
         except InputError as error:
             print(error, file=sys.stderr)
             failed = True

@@ -208,6 +208,14 @@ def test_a_failing_cell_is_named_and_nothing_is_written(tmp_path, capsys):
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_what_a_browser_saved_is_tidied_without_a_run(tmp_path):
+    path = tmp_path / "a.ipynb"
+    write(path, "1 / 0")
+    assert nb.main(["--tidy", str(path)]) == 0
+    assert nb.main(["--check", str(path)]) == 0
+    assert "1 / 0" in path.read_text(encoding="utf-8")
+
+
 def test_normal_form_numbers_cells_and_drops_widgets():
     widget = new_output("display_data", {nb.WIDGET: {"model_id": "7"}})
     result = new_output("execute_result", {"text/plain": "7"}, execution_count=31)

@@ -30,6 +30,7 @@ units'. Latencies: `ALPHAS`, from figures published for H100 and GB200. Links: 4
 80 % of it usable; between hosts a network card of 400 Gb/s for each GPU, with a latency that is assumed.
 """
 
+import argparse
 import sys
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
@@ -488,6 +489,10 @@ def sequence_gain(tp: int, config: InklingConfig | None = None, **options: Any) 
 
 def main() -> None:
     """Print the tables, and the gain of sequence parallelism."""
+    argparse.ArgumentParser(
+        "python -m inkling_ref.parallel.estimate",
+        description="Print what a rank of Small holds, sends and takes, on paper, for plans and contexts; no options.",
+    ).parse_args()
     print("Small on H200s, on paper: one rank, uniform routing, no overlap, no launches.")
     print("on keys: of that, attention over keys. busy: each layer waits for its busiest.")
     print("weights, cache of a sequence: GB; fit: sequences. SP: sequence parallel. + s:")

@@ -489,10 +489,10 @@ def caveats(model: Inkling, found: dict[str, Any], link: Link) -> list[str]:
         f"The other ranks are missing, {plan.world - 1} of {plan.world}: no waiting for a slower one, no messages "
         "that take memory bandwidth and multiprocessors from the kernels, no jitter of hosts. All of that makes a real "
         "step longer.",
-        f"No zeros: an H200 was 13 % faster on them. {found['weights_bytes'] / 1e9:.1f} GB of random weights in the "
+        f"No zeros: an H200 was 13 % faster on them. {found['weights_bytes'] / 1e9:.3g} GB of random weights in the "
         f"released formats; keys and values as large as real ones; every token routes to {k} different of {E} experts.",
         f"All {L} layers run one after the other, each on its own weights: a step of one token reads about "
-        f"{paper.bytes / 1e9:.2f} GB at 32K, {paper.bytes / L2_BYTES:.0f} times the L2 cache of an H200. One layer in "
+        f"{paper.bytes / 1e9:.3g} GB at 32K, {paper.bytes / L2_BYTES:.2g} times the L2 cache of an H200. One layer in "
         "a loop would find much of itself there.",
         f"alpha and beta are published figures of other machines, not calibrated on this one: that takes {plan.world} "
         "GPUs of one host (`inkling-ref bench collectives`, which also times a true step). Where NVLink multicast is "
@@ -505,8 +505,8 @@ def table(run: dict[str, Any]) -> str:
     head = f"{run['gpu']}, torch {run['torch']}, triton {run['triton']}, {run['date']}"
     lines = [
         head[:80],
-        f"{run['preset']}, rank {run['rank']} of TP{run['tp']}, skew {run['skew']:g}: {run['weights_bytes'] / 1e9:.1f} "
-        f"GB; copy {run['copy'] / 1e12:.2f} TB/s, product {run['matrix'] / 1e12:.0f} TFLOP/s",
+        f"{run['preset']}, rank {run['rank']} of TP{run['tp']}, skew {run['skew']:g}: {run['weights_bytes'] / 1e9:.3g} "
+        f"GB; copy {run['copy'] / 1e12:.2f} TB/s, product {run['matrix'] / 1e12:.3g} TFLOP/s",
         "",
         f"{'decode, ms a step':11}{'rows':>6}{'new':>5}{'context':>9}{'median':>9}{'graph':>9}{'limit':>9}"
         f"{'goal':>7}{'+ coll.':>9}",
@@ -630,7 +630,7 @@ def measure(
     if on_gpu and not torch.cuda.is_available():
         raise InputError("--device is cuda: torch sees no GPU here, expected one, or --device cpu")
     copy, matrix = rates(device)
-    say(f"copy {copy / 1e12:.2f} TB/s, product {matrix / 1e12:.0f} TFLOP/s [{time.monotonic() - began:.0f} s]")
+    say(f"copy {copy / 1e12:.2f} TB/s, product {matrix / 1e12:.3g} TFLOP/s [{time.monotonic() - began:.0f} s]")
     dtype, backend = (torch.bfloat16, "triton") if on_gpu else (torch.float32, "torch")
     model = synthetic(config, mesh, device, dtype, backend, skew=skew)
     found: dict[str, Any] = {
@@ -641,7 +641,7 @@ def measure(
         "weights_bytes": sum(t.nbytes for t in (*model.parameters(), *model.buffers())),
         "caveats": [], "trouble": {}, "decode": [], "prefill": [], "profile": [],
     }  # fmt: skip
-    say(f"weights: {found['weights_bytes'] / 1e9:.1f} GB [{time.monotonic() - began:.0f} s]")
+    say(f"weights: {found['weights_bytes'] / 1e9:.3g} GB [{time.monotonic() - began:.0f} s]")
 
     def save() -> None:
         found["caveats"] = caveats(model, found, link)
