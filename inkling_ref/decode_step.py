@@ -39,6 +39,7 @@ from .short_conv import ShortConv
 PAGE = 128  # slots of a page of a sliding layer's ring
 ROWS = 8  # joined projections have a multiple of them
 CONVOLUTIONS = ("key_value_conv", "attention_conv", "mlp_conv")  # whose last inputs are kept
+INTEGERS = (torch.int32, torch.int64)
 NOT_FINITE = -1  # in place of a token: its logits are NaN or infinite
 GRAPHS: WeakSet = WeakSet()  # all that somebody holds: those of a rank end before its world does (`parallel.launch`)
 
@@ -332,6 +333,7 @@ class DecodeStep:
         self.ends = list(ends)  # positions of each row, the newest step's with it
         self.loose = [0] * len(ends)  # how many tokens of each row can be taken back
         self.live = [True] * len(ends)  # rows that have not ended
+        self.has_stepped = False  # whether `hidden` is of a step after these positions
 
     @torch.inference_mode()
     def fill(self, ends: list[int], seed: int = 0) -> None:
@@ -471,7 +473,7 @@ class DecodeStep:
 
     def _check(self, ids: Tensor) -> torch.Size:
         """The shape of sound ids."""
-        if ids.dtype not in (torch.int32, torch.int64):
+        if ids.dtype not in INTEGERS:
             raise InputError(f"decode step: ids are {ids.dtype}, expected integers")
         if ids.dim() != 2 or len(ids) != len(self.ends) or not ids.numel():
             raise InputError(f"decode step: ids {tuple(ids.shape)}, expected {len(self.ends)} rows of tokens")
@@ -523,7 +525,8 @@ class DecodeStep:
             self.hidden = self.forward()
         else:
             self.graph.replay()
-            self.taps = self.captured_taps
+            self.hidden, self.taps = self.captured_hidden, self.captured_taps
+        self.has_stepped = True
         self.ends = [n + T * u for n, u in zip(begins, used, strict=True)]
         self.loose, self.live = [(T - 1) * u for u in used], list(used)
         return self.hidden
@@ -536,11 +539,21 @@ class DecodeStep:
         temperature, or a part of the step's (greedy), and the ids are in a place that the next call reuses.
 
         Raises:
-            InputError: for a temperature without seeds.
+            InputError: where no step has followed a prompt, a reset or a capture; for a temperature without seeds, or
+                with seeds that are not an integer a row.
         """
+        if not self.has_stepped:
+            raise InputError(
+                "next_tokens: expected a step first; after a prompt, the logits of what `prefill` returned"
+            )
         if temperature != 0:
             if seeds is None:
                 raise InputError("next_tokens: a temperature needs seeds, expected one a row")
+            if seeds.shape != self.seeds.shape or seeds.dtype not in INTEGERS:
+                raise InputError(
+                    f"next_tokens: seeds {seeds.dtype} {tuple(seeds.shape)}, expected an integer a row: "
+                    f"{tuple(self.seeds.shape)}"
+                )
             self.seeds.copy_(seeds)
         if self.graph is None:
             return self._head(temperature, self.hidden)
@@ -565,7 +578,7 @@ class DecodeStep:
 
     @torch.inference_mode()
     def capture(self, greedy: bool = False) -> None:
-        """From now on a step is the replay of one CUDA graph. The state stays as it is.
+        """From now on a step is the replay of one CUDA graph. The state stays as it is, whatever ends the capture.
 
         greedy: the best tokens are found in the same graph, for `next_tokens`; of no use where tokens are drawn.
         """
@@ -582,7 +595,8 @@ class DecodeStep:
             self.hidden.copy_(hidden)
             if greedy:
                 self.best.copy_(self._head(0.0, hidden))
-        self.captured_taps, self.head = self.taps, None  # the head of a graph before this one read its hidden states
+        # The head of a graph before this one read its hidden states.
+        self.captured_hidden, self.captured_taps, self.head = self.hidden, self.taps, None
 
     @torch.inference_mode()
     def capture_prefill(self, T: int) -> None:
@@ -595,7 +609,7 @@ class DecodeStep:
             InputError: for a number of tokens that do not fit, or rows that hold some.
         """
         B, device = self.ids.shape[0], self.ids.device
-        if not 1 <= T <= self.capacity:
+        if type(T) is not int or not 1 <= T <= self.capacity:
             raise InputError(f"decode step: a prompt of {T} tokens, expected 1 to {self.capacity}")
         if any(self.ends):
             raise InputError(
@@ -608,7 +622,7 @@ class DecodeStep:
         try:
             graph, hidden = captured(lambda: self._read(ids, next(waiting)))
             self.prompts[T] = PromptGraph(graph, prompts[-1], ids, hidden, self.taps)
-        finally:
+        finally:  # without memory for the graph, rows are none the less empty
             self.taps = before
             self.reset()
 

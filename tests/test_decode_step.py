@@ -136,8 +136,8 @@ def test_a_captured_prefill_is_for_whole_prompts_of_its_length(model, monkeypatc
     with pytest.raises(InputError, match=r"rows hold \[5, 3\] positions, expected none"):
         step.capture_prefill(4)
     step.reset()
-    for T in (0, 31):
-        with pytest.raises(InputError, match=f"a prompt of {T} tokens, expected 1 to 30"):
+    for T in (0, 31, 5.0, "5", True):
+        with pytest.raises(InputError, match=f"a prompt of {T} tokens, expected 1 to 30"), unchecked():
             step.capture_prefill(T)
 
 
@@ -168,6 +168,23 @@ def test_a_capture_between_a_step_and_its_tokens(model, greedy, monkeypatch):
     step.capture(greedy)
     assert torch.equal(step.hidden, hidden)
     assert torch.equal(step.next_tokens(), expected)
+
+
+@torch.inference_mode()
+def test_next_tokens_are_those_after_a_step(model, monkeypatch):
+    """After a prompt there is no step whose hidden states they could be chosen from."""
+    monkeypatch.setattr(decode_step, "captured", lambda run: (None, run()))
+    for greedy in (None, False, True):
+        step = DecodeStep(model, 2, 30, page=16)
+        if greedy is not None:
+            step.capture(greedy)
+            step.graph = None
+        for before, given in ((step.reset, ()), (step.prefill, (random_ids(2, 5),)), (step.reset, ())):
+            before(*given)
+            with pytest.raises(InputError, match="next_tokens: expected a step first"):
+                step.next_tokens()
+            step(random_ids(2, 1))
+            assert step.next_tokens().shape == (2, 1)
 
 
 @torch.inference_mode()
@@ -256,6 +273,9 @@ def test_next_tokens(model):
     assert torch.equal(drawn[1].flatten(), exact)
     with pytest.raises(InputError, match="a temperature needs seeds"):
         step.next_tokens(0.5)
+    for wrong in (torch.tensor([5.0, 5.0]), torch.tensor([5]), torch.tensor([[5], [5]])):
+        with pytest.raises(InputError, match=r"expected an integer a row: \(2,\)"), unchecked():
+            step.next_tokens(0.5, wrong)
 
 
 def used(model):

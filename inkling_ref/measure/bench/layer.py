@@ -238,6 +238,7 @@ def step_of(
         step.forward = torch.compile(step.forward, dynamic=False, fullgraph=True)
     if ids.is_cuda:
         step.capture()
+    step.has_stepped = True  # by its parts, below
 
     def call() -> Tensor:
         if step.graph is None:
