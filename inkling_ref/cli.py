@@ -160,7 +160,7 @@ def ask(
     drafter = load_drafter(checkpoint, model) if draft else None
     step = None
     if graph:
-        longest = min(len(prompt.input_ids) + max_new_tokens, config.text.max_position_embeddings)
+        longest = min(len(prompt.input_ids) + max(max_new_tokens, 0), config.text.max_position_embeddings)
         tokens, taps = (1 + drafter.num_draft_tokens, drafter.config) if drafter else (1, None)
         step = DecodeStep(model, 1, longest + tokens, tokens, taps=taps)
         if device == "cuda":
@@ -304,10 +304,11 @@ def _check_access(folder: Path) -> None:
         raise InputError(f"{folder}: cannot be written to, expected a folder that can")
 
 
-def _check_file(path: Path, what: str) -> None:
+def check_file(path: Path, what: str) -> None:
     """That a file can be put there: said before the work, not after."""
-    if path.is_dir():
-        raise InputError(f"{path}: a folder, expected the name of a file for the {what}")
+    if path.exists() and not path.is_file():
+        kind = "a folder" if path.is_dir() else "no regular file"
+        raise InputError(f"{path}: {kind}, expected the name of a file for the {what}")
     folder = path.absolute().parent
     if not folder.is_dir():
         raise InputError(f"{folder}: not found, expected a folder for the {what}")
@@ -401,7 +402,7 @@ def _bench_collectives(device: str, json_file: Path | None) -> None:
 
     _dtype(device)  # says whether there is a GPU
     if json_file is not None and rank_and_size()[0] == 0:
-        _check_file(json_file, "report")
+        check_file(json_file, "report")
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # ranks of one machine would fight for its cores
     if report := calibrate.main(device, json_file):
@@ -414,7 +415,7 @@ def _bench_kernels(
     if not seconds > 0:
         raise InputError(f"--seconds is {seconds}, expected more than 0")
     if json_file is not None:
-        _check_file(json_file, "report")
+        check_file(json_file, "report")
     with _importing():
         from .measure.bench import runner
 
@@ -509,7 +510,7 @@ def trace(
     """Write every section's tensors of one forward pass to a file, to compare another implementation with."""
     if (prompt is None) == (tokens is None):
         raise InputError("trace: expected either --prompt or --tokens")
-    _check_file(out, "trace")
+    check_file(out, "trace")
     with _importing():
         import torch
 
@@ -663,7 +664,7 @@ def run(
         check_count("--step-tokens", step_tokens, 1)
     is_writer = rank_and_size()[0] == 0  # other ranks may be on hosts without that folder
     if is_writer:
-        _check_file(out, "report")
+        check_file(out, "report")
     if "OMP_NUM_THREADS" not in os.environ:
         import torch
 
@@ -763,7 +764,7 @@ def compare(
     """Name the first section of a forward pass in which two traces part. Exit status: 0 they agree, 1 they part."""
     for path in (json_file, html_file):
         if path is not None:
-            _check_file(path, "report")
+            check_file(path, "report")
     with _importing():
         from .measure import compare as comparing
         from .measure import report

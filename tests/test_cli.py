@@ -213,6 +213,7 @@ WRONG = {
     "top p": (["--top-p", "1.5"], "top_p is 1.5"),
     "top k": (["--top-k", "0"], "top_k is 0"),
     "length": (["--max-new-tokens", "-1"], "max_new_tokens is -1"),
+    "length, of a graph": (["--graph", "--max-new-tokens", "-999"], "max_new_tokens is -999"),
     "effort": (["--effort", "1.5"], "effort is 1.5"),
     "effort name": (["--effort", "lots"], "effort is 'lots'"),
     "device": (["--device", "tpu"], "'tpu'"),

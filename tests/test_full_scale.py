@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -175,9 +176,19 @@ def test_refuses_an_arm_that_is_none():
         measure(2, 0, 0.0, "nano", device="cpu", against=("compile", "vllm"))
 
 
-def test_refuses_a_folder_that_is_not_there(tmp_path):
-    with pytest.raises(InputError, match="no such folder, expected one for the file"):
-        measure(2, 0, 0.0, "nano", tmp_path / "nowhere" / "file.json", device="cpu")
+def test_refuses_a_file_that_cannot_be_written(tmp_path):
+    for path, message in (
+        (tmp_path / "nowhere" / "file.json", "nowhere: not found, expected a folder for the runs"),
+        (tmp_path, "a folder, expected the name of a file for the runs"),
+        (Path("/dev/null"), "no regular file, expected the name of a file for the runs"),
+    ):
+        with pytest.raises(InputError, match=message):
+            measure(2, 0, 0.0, "nano", path, device="cpu")
+
+
+def test_refuses_a_skew_that_is_no_number():
+    with pytest.raises(InputError, match="--skew is nan, expected a finite number"):
+        measure(2, 0, float("nan"), "nano", device="cpu")
 
 
 def test_refuses_the_file_of_another_command(tmp_path):

@@ -228,6 +228,19 @@ def test_ranks_that_cannot_share_the_slice():
         turns.main(["--tp", "5"])
 
 
+def test_a_report_that_cannot_be_written_is_found_before_the_work(tmp_path, monkeypatch):
+    monkeypatch.setattr(turns, "check_slice", None)
+    for path, message in ((tmp_path, "a folder"), (tmp_path / "nowhere" / "slice.json", "nowhere: not found")):
+        with pytest.raises(InputError, match=f"{message}, expected .* for the report"):
+            turns.main(["--json", str(path)])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU")
+def test_no_gpu_is_named():
+    with pytest.raises(InputError, match="--device is cuda: torch sees no GPU here"):
+        turns.main(["--device", "cuda"])
+
+
 def test_the_slices_layers_are_of_every_kind():
     text = slice_config("small", 4).text
     assert {text.is_sliding(i) for i in range(4)} == {True, False}

@@ -21,6 +21,7 @@ On a CPU everything runs at small sizes, a step by the reference's operations (`
 
 import gc
 import json
+import math
 import platform
 import sys
 import time
@@ -39,6 +40,7 @@ import typer
 from torch import Tensor
 
 from ..backends import Backend
+from ..cli import check_file
 from ..config import InklingConfig
 from ..decode_step import DecodeStep
 from ..errors import InputError
@@ -609,8 +611,8 @@ def measure(
     """The run, which `path` holds so far at any time.
 
     Raises:
-        InputError: a plan that does not fit the model, a rank that is not in it, an arm that is none, no GPU, a file
-            of another kind.
+        InputError: a plan that does not fit the model, a rank that is not in it, an arm that is none, no GPU, a skew
+            that is no number, a file of another kind, or one that cannot be written.
     """
     began = time.monotonic()
     config, plan, link = getattr(InklingConfig, preset)(), Plan(tp), Link()
@@ -622,10 +624,11 @@ def measure(
     for arm in against:
         if arm not in ARMS:
             raise InputError(f"--against {arm}, expected some of {', '.join(ARMS)}, or none")
+    if not math.isfinite(skew):
+        raise InputError(f"--skew is {skew}, expected a finite number")
     if path is not None:
+        check_file(path, "runs")
         read(path)
-        if not path.resolve().parent.is_dir():  # after minutes of work it would be late to say so
-            raise InputError(f"{path}: no such folder, expected one for the file")
     on_gpu = device == "cuda"
     if on_gpu and not torch.cuda.is_available():
         raise InputError("--device is cuda: torch sees no GPU here, expected one, or --device cpu")
@@ -676,7 +679,7 @@ def main(
         found = measure(
             tp, rank, skew, preset, json_file, seconds, device, arms, lambda line: print(line, file=sys.stderr)
         )
-    except InputError as error:
+    except (InputError, OSError) as error:
         print(f"full_scale: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
     print(table(found))

@@ -41,6 +41,7 @@ from torch.nn import functional as F
 
 from ..backends import Backend, get_backend
 from ..checkpoint import empty_model, layer_formats
+from ..cli import check_file
 from ..config import FULL, SLIDING, InklingConfig
 from ..decode_step import DecodeStep
 from ..errors import InputError
@@ -412,6 +413,10 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--json", type=Path, help="where the report goes")
     asked = parser.parse_args(arguments)
     start, on_gpu = time.perf_counter(), asked.device == "cuda"
+    if asked.json is not None:
+        check_file(asked.json, "report")
+    if on_gpu and not torch.cuda.is_available():
+        raise InputError("--device is cuda: torch sees no GPU here, expected one, or --device cpu")
     report = {
         "device": torch.cuda.get_device_name() if on_gpu else "cpu", "torch": torch.__version__,
         "python": platform.python_version(), "date": time.strftime("%Y-%m-%d", time.gmtime()),
@@ -445,5 +450,5 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 if __name__ == "__main__":
     try:
         main()
-    except InputError as error:
+    except (InputError, OSError) as error:
         sys.exit(f"error: {error}")
