@@ -429,7 +429,7 @@ class DecodeStep:
 
         Raises:
             InputError: for another number of rows, for no integers, a mask of another shape or of no bools, no room for
-                all T positions after each row. That ids are in range is not checked.
+                all T positions after each row, tokens of a row that had ended. That ids are in range is not checked.
         """
         B, T = self._check(ids)
         counts = [T] * B
@@ -443,6 +443,8 @@ class DecodeStep:
             ids, counts = ids.gather(1, order), attention_mask.sum(dim=1).tolist()
         if max(self.ends) + T > self.capacity:
             raise InputError(f"decode step: {self.capacity} positions, expected room for {max(self.ends)} and {T} more")
+        if any(count and not live for count, live in zip(counts, self.live, strict=True)):
+            raise InputError(f"decode step: {counts} tokens, expected none for rows that had ended: {self.live}")
         if image_features is None:
             self.model._place_images(ids, ids, None, counts, None)  # none are expected: nothing is placed
         if T in self.prompts and counts == [T] * B and image_features is None and not any(self.ends):
@@ -451,7 +453,9 @@ class DecodeStep:
             graph.replay()
         else:
             hidden = self._read(ids, Prompt(self.ends, counts, T, ids.device), image_features)
+        live = self.live
         self._begin([n + count for n, count in zip(self.ends, counts, strict=True)])
+        self.live = live
         return hidden
 
     def _read(

@@ -200,6 +200,12 @@ def test_rows_that_have_ended_leave_the_others_alone(model):
         step(random_ids(2, 2))
     with pytest.raises(InputError, match=r"\[0, 1\] tokens rejected, expected at most \[1, 0\]"):
         step(random_ids(2, 2), [0, 1], [True, False])
+    more = random_ids(2, 3, seed=9)
+    with pytest.raises(InputError, match=r"\[3, 3\] tokens, expected none for rows that had ended: \[True, False\]"):
+        step.prefill(more)
+    hidden = step.prefill(more, torch.tensor([[True] * 3, [False] * 3]))
+    check(model, hidden[:1, None], [rows[0] + more[0].tolist()], 1)
+    assert step.live == [True, False]
 
 
 @pytest.mark.parametrize(
