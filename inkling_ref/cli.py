@@ -627,7 +627,7 @@ def run(
         ("--only-rank", {"--alpha": alpha, "--bandwidth": bandwidth} if only_rank is None else {}),
         ("--sequence", {} if sequence else {"--sequence-from": sequence_from}),
         ("--graph", {} if graph else {"--filled": filled or None}),
-        ("--context", {} if context else {"--filled": filled or None}),
+        ("--context", {} if context is not None else {"--filled": filled or None}),
         ("--filled", {} if filled else {"--step-tokens": step_tokens}),
         ("--filled --synthetic", {} if filled and synthetic else {"--backend compile": backend == "compile" or None}),
     ):

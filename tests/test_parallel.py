@@ -403,6 +403,11 @@ LONE = ["--context", 5, "--tp", 2, "--only-rank", 0]
         (["--context", 5, "--sequence-from", 9], "--sequence-from belongs to --sequence, expected it there alone"),
         ([*LONE, "--sequence", "--sequence-from", 0], "--sequence-from is 0, expected an integer >= 1"),
         (["--context", 5, "--alpha", 3], "--alpha belongs to --only-rank, expected it there alone"),
+        (["--graph", "--filled", "--context", 0], "--context is 0, expected 1 to 8191"),
+        (
+            ["--graph", "--filled", "--context", 8170, "--step-tokens", 2, "--max-new-tokens", 12],
+            "--context 8170 and 12 steps of 2 tokens: 8194 positions, expected at most max_position_embeddings, 8192",
+        ),
         (["--context", 5, "--bandwidth", 3], "--bandwidth belongs to --only-rank, expected it there alone"),
     ],
     ids=lambda value: " ".join(map(str, value))[:60] if isinstance(value, list) else "",

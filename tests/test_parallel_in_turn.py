@@ -1,6 +1,7 @@
 """All ranks of a world as threads of one process: what one device gives, and what a world of processes would do."""
 
 import json
+import threading
 
 import pytest
 import torch
@@ -139,6 +140,28 @@ def test_a_rank_that_fails_ends_all_with_its_error():
             ended.append(mesh.rank)
 
     with pytest.raises(ZeroDivisionError, match="out of luck"):
+        in_turn(Plan(3), of_rank)
+    assert sorted(ended) == [0, 1, 2]
+
+
+def test_ctrl_c_ends_the_ranks(monkeypatch):
+    ended, begun, join = [], threading.Event(), threading.Thread.join
+
+    def interrupted(thread):
+        monkeypatch.setattr(threading.Thread, "join", join)
+        begun.wait()
+        raise KeyboardInterrupt
+
+    def of_rank(mesh):
+        try:
+            while True:
+                mesh.tp.sum(torch.ones(2))
+                begun.set()
+        finally:
+            ended.append(mesh.rank)
+
+    monkeypatch.setattr(threading.Thread, "join", interrupted)
+    with pytest.raises(KeyboardInterrupt):
         in_turn(Plan(3), of_rank)
     assert sorted(ended) == [0, 1, 2]
 

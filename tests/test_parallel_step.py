@@ -199,6 +199,11 @@ def test_run_on_a_step_writes_the_same(tmp_path):
     assert step["decode_steps"] == 2
 
 
+def test_run_on_a_step_has_no_more_places_than_the_model_has_positions(tmp_path):
+    line = ["--context", 4091, "--prefill-chunk", 200, "--max-new-tokens", 10**9, "--graph"]
+    assert len(reported(tmp_path / "report.json", *line)["ranks"][0]["tokens"][0]) == 5
+
+
 def test_run_with_a_context_that_nobody_read(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(InklingConfig, "tiny", classmethod(lambda cls: FOUR))
     alone = ["--tp", 4, "--only-rank", 2, "--graph", "--filled"]

@@ -41,7 +41,7 @@ from torch.nn import functional as F
 
 from ..backends import Backend, get_backend
 from ..checkpoint import empty_model, layer_formats
-from ..cli import check_file
+from ..cli import INTERRUPTED, check_file
 from ..config import FULL, SLIDING, InklingConfig
 from ..decode_step import DecodeStep
 from ..errors import InputError
@@ -169,8 +169,14 @@ def in_turn(plan: Plan, run: Callable[[Mesh], Result]) -> list[Result]:
     for thread in threads:
         thread.start()
     turns.batons[0].release()
-    for thread in threads:
-        thread.join()
+    try:
+        for thread in threads:
+            thread.join()
+    except BaseException as error:  # Ctrl-C: all end at their next collective
+        turns.fail(error)
+        while turns.running:  # an interrupted join takes its thread for ended
+            time.sleep(0.01)
+        raise
     if turns.error is not None:
         raise turns.error
     return [results[rank] for rank in range(plan.world)]
@@ -452,3 +458,6 @@ if __name__ == "__main__":
         main()
     except (InputError, OSError) as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(INTERRUPTED)

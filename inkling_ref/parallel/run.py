@@ -118,6 +118,12 @@ def main(
     elif random_tokens is not None:
         if not 0 < random_tokens[1] <= longest:
             raise InputError(f"--context is {random_tokens[1]}, expected 1 to {longest}: {limit}")
+        read = random_tokens[1] + max_new_tokens * step_tokens
+        if filled and read > longest + 1:
+            raise InputError(
+                f"--context {random_tokens[1]} and {max_new_tokens} steps of {step_tokens} tokens: {read} positions, "
+                f"expected at most max_position_embeddings, {longest + 1}"
+            )
         generator = torch.Generator().manual_seed(0)
         below = min(config.text.unpadded_vocab_size, config.image_token_id if config.vision else 2**31)
         if filled:
@@ -266,8 +272,9 @@ def measure(
     if graph:
         traffic.phase = "making the step"
         tokens, taps = (1, None) if drafter is None else (1 + drafter.num_draft_tokens, drafter.config)
-        capacity = max(map(len, prompts)) + options["max_new_tokens"] + tokens
-        step = ready(DecodeStep(model, len(prompts), capacity, tokens, taps=taps))
+        longest = max(map(len, prompts)) + options["max_new_tokens"]
+        longest = min(longest, model.config.text.max_position_embeddings)
+        step = ready(DecodeStep(model, len(prompts), longest + tokens, tokens, taps=taps))
     traffic.phase = "prefill"
     events = _events(model) if trace else None
 
