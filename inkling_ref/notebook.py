@@ -116,11 +116,15 @@ def equation(thing: ModuleType | Callable | type, index: int | None = None) -> N
 
 
 def table(rows: Iterable[Sequence], header: Sequence[str] | None = None) -> None:
-    """Display a small table. Columns of numbers are set to the right; format floats yourself."""
+    """Display a small table. Columns of numbers, with units or blanks among them, are set to the right; format floats
+    yourself.
+    """
     cells = [[str(cell).replace("|", r"\|") for cell in row] for row in rows]
     head = [str(name).replace("|", r"\|") for name in header or [""] * len(cells[0])]
-    number = re.compile(r"[-+−]?[\d.,]+(e[-+]?\d+)?( ?[%×kKMGTi]*B?)?")
-    numeric = [all(number.fullmatch(cell) for cell in column) for column in zip(*cells, strict=True)]
+    number = re.compile(r"([<>]= )?[-+−]?[\d.,]+(e[-+]?\d+)?( ?([%×x]|[mu]s|[kKMGTi]*B?))?( \([\d.,]+\))?")
+    numeric = [
+        any(column) and all(number.fullmatch(cell) for cell in column if cell) for column in zip(*cells, strict=True)
+    ]
     rules = ["---:" if right else ":---" for right in numeric]
     _markdown("\n".join("| " + " | ".join(row) + " |" for row in [head, rules, *cells]))
 

@@ -77,6 +77,8 @@ def test_table(shown):
         r"| a\|b | 1 | 3.5 MB |",
         "| c | 22 | 10% |",
     ]
+    nb.table([("1.5 (3)", "", "1 x 8", "", "<= 2.0 ms"), ("", "33x", "8 x 1", "", "1 us")], "abcde")
+    assert shown[1][0]["text/markdown"].splitlines()[1] == "| ---: | ---: | :--- | :--- | ---: |"
 
 
 def test_a_figure_is_shown_once_as_a_small_png_with_alt_text(shown):

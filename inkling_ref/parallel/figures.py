@@ -4,8 +4,8 @@ A run is an entry of the file that `full_scale` writes. What it lacks is left ou
 versions and date. `calls` and `step_table` show what `calibrate` measured on several devices. Needs matplotlib.
 
 `frontier` is modelled, for a world that nobody has run here. Every layer waits for its busiest rank; what a step takes
-beyond its limit is what the measured rank's step took beyond its own, as a function of how many tokens it reads; and
-collectives come on top:
+beyond its limit is what the measured rank's step took beyond its own, as a function of how many tokens it reads (of
+each row, where that was measured); and collectives come on top:
 
 $$ t = \mathrm{limit}_{\mathrm{busiest}} + (t - \mathrm{limit})_{\mathrm{measured}} + t_{\mathrm{collectives}} $$
 
@@ -187,7 +187,7 @@ def goal_table(run: Run) -> list[tuple[str, ...]]:
     ways = {row["way"]: row["seconds"] for row in rows_of(run, "prefill", backend=ours(run), tokens=8 * K)}
     for way, goal in PREFILL_GOALS.items():
         add(f"prefill of 8K, {way}", "<=", goal, ways.get(way), ms)
-    add("what cutting tokens saves of it", ">=", GAIN_GOAL, gain_of(ways), "{:.0%}".format)
+    add("cutting tokens saves, of computation alone", ">=", GAIN_GOAL, gain_of(ways), "{:.0%}".format)
     return table
 
 
@@ -386,21 +386,25 @@ def step_table(report: Run) -> list[tuple[str, ...]]:
 # ---------------------------------------------------------------- what a world would do, modelled
 
 
-def excess(run: Run | None, tokens: int, limit: Real) -> Real:
-    """Seconds beyond its limit of a step of so many tokens: measured at 32K or below, between sizes by their logarithm.
+def excess(run: Run | None, rows: int, tokens: int, limit: Real) -> Real:
+    """Seconds beyond its limit of a step of `rows` x `tokens`: measured at 32K or below, between sizes by the logarithm
+    of their tokens.
 
-    Of more tokens than were measured it grows as the limit does. Without a run: none.
+    Of as many tokens the step counts that has as many a row, if it was measured: 1 x 8 is not 8 x 1. Of more tokens
+    than were measured it grows as the limit does. Without a run: none.
     """
     own = rows_of(run, "decode", backend=ours(run)) if run else []
-    own = sorted((row for row in own if row["context"] <= 32 * K), key=lambda row: (row["context"], -row["tokens"]))
-    known = {row["rows"] * row["tokens"]: row for row in own}  # the longest context, and single tokens, come last
+    own = [row for row in own if row["context"] <= 32 * K and row["tokens"] in (1, tokens)]
+    own.sort(key=lambda row: (row["tokens"] == tokens, row["context"]))  # what is most alike comes last
+    known = {row["rows"] * row["tokens"]: row for row in own}
     if not known:
         return 0.0
     over = {n: known[n]["seconds"] - known[n]["roofline_seconds"] for n in sorted(known)}
+    n = rows * tokens
     for a, b in pairwise(over):
-        if a <= tokens <= b:
-            return over[a] + (over[b] - over[a]) * math.log(tokens / a) / math.log(b / a)
-    if tokens < min(over):
+        if a <= n <= b:
+            return over[a] + (over[b] - over[a]) * math.log(n / a) / math.log(b / a)
+    if n < min(over):
         return over[min(over)]
     return over[max(over)] * max(limit / known[max(over)]["roofline_seconds"], 1)
 
@@ -415,7 +419,7 @@ def served(run: Run | None, rows: int, passes: Real, alpha: Real) -> tuple[Real,
     device = device_of(run) if run else Device()
     tokens = 1 if passes == 1 else 1 + DRAFTED
     e = estimate(config, Plan(8), tokens, CONTEXT, rows, device=device, link=link)
-    seconds = e.busiest_seconds + excess(run, rows * tokens, e.compute_seconds) + e.collective_seconds
+    seconds = e.busiest_seconds + excess(run, rows, tokens, e.compute_seconds) + e.collective_seconds
     if passes > 1:
         seconds += DRAFTER_BYTES / 8 / device.memory + EXCHANGES * alpha
     return passes / seconds, rows * passes / seconds / 8
