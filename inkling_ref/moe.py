@@ -104,6 +104,8 @@ def experts(
         quantize: fake quantisation of the activations entering either product, or None.
     """
     N, k = ids.shape
+    if N == 0:
+        return h.clone()
     x = h if quantize is None else quantize(h)
     if N == 1:  # decoding: the pairs are one row each, in any order
         order, runs = None, [(e, 1) for e in ids[0].tolist()]

@@ -109,12 +109,13 @@ OPS = {
         {"N": 3, "I": 5}, {"gate_up": "N 2*I"},
     ),
     "experts": Op(
-        experts.experts, moe.experts, by_experts, EXPERTS, ROUTES | {"w13": "E 2*I D", "w2": "E D I"}, {"ids": INT}
+        experts.experts, moe.experts, by_experts, EXPERTS, ROUTES | {"w13": "E 2*I D", "w2": "E D I"}, {"ids": INT},
+        empty="N",
     ),
     "experts, MXFP8": Op(
         experts.experts, moe.experts, by_experts, EXPERTS,
         ROUTES | {"w13": "E 2*I D", "w13_scale": "E 2*I D//32", "w2": "E D I", "w2_scale": "E D I//32"},
-        {"ids": INT, "w13": FLOAT8, "w13_scale": BYTE, "w2": FLOAT8, "w2_scale": BYTE},
+        {"ids": INT, "w13": FLOAT8, "w13_scale": BYTE, "w2": FLOAT8, "w2_scale": BYTE}, empty="N",
     ),
     "experts, NVFP4": Op(
         experts.experts, moe.experts, by_experts, EXPERTS,
@@ -122,7 +123,7 @@ OPS = {
             "w13": "E 2*I D//2", "w13_scale": "E 2*I D//16", "w13_amax": "E", "w13_denominator": "",
             "w2": "E D I//2", "w2_scale": "E D I//16", "w2_amax": "E", "w2_denominator": "",
         },
-        {"ids": INT, "w13": BYTE, "w13_scale": FLOAT8, "w2": BYTE, "w2_scale": FLOAT8},
+        {"ids": INT, "w13": BYTE, "w13_scale": FLOAT8, "w2": BYTE, "w2_scale": FLOAT8}, empty="N",
     ),
     "sample_head": Op(
         head.sample_head, fused.sample_head, lambda f, **given: f(**given, cap=30.0, temperature=0.7),
