@@ -99,6 +99,12 @@ def processors(device: torch.device) -> int:
 
 
 @cache
+def capability_major(device: torch.device) -> int:
+    """Of the GPU, the first number of its compute capability: 9 is Hopper's; 0 in the interpreter."""
+    return 0 if INTERPRETED else torch.cuda.get_device_capability(device)[0]
+
+
+@cache
 def dependent(device: torch.device) -> bool:
     """Whether a kernel may be launched before the one in front has ended (PDL): Hopper or later."""
     return not INTERPRETED and torch.cuda.get_device_capability(device) >= (9, 0)

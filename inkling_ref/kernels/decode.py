@@ -32,9 +32,7 @@ matrix unit, whose warps own rows.
 One token that sees a window is for `decode_hopper` where it runs: a cluster of processors for each head, in one launch.
 """
 
-import functools
 import math
-from types import ModuleType
 from typing import NamedTuple, no_type_check
 
 import torch
@@ -46,10 +44,10 @@ from torch import Tensor
 from ..errors import InputError
 from . import (
     FLOATS,
-    INTERPRETED,
     adjacent,
     arrivals,
     axes,
+    capability_major,
     cdiv,
     dependent,
     expect,
@@ -58,6 +56,7 @@ from . import (
     processors,
 )
 from .approximate import TO_BASE2
+from .decode_hopper import decode_cluster, layouts
 
 LOWEST: tl.constexpr = tl.constexpr(-1e30)  # stands for -inf where a difference of two must not be NaN
 WITHIN = 256  # rows of one head's splits up to which its last program adds them up; of more, one would take too long
@@ -538,16 +537,6 @@ def attend_split(
     return out
 
 
-@functools.cache
-def _hopper(device: torch.device) -> ModuleType | None:
-    """`decode_hopper`, where it runs."""
-    if INTERPRETED or torch.cuda.get_device_capability(device)[0] != 9:
-        return None
-    from . import decode_hopper
-
-    return decode_hopper
-
-
 def _by_clusters(
     q: Tensor, k: Tensor, v: Tensor, r: Tensor, profiles: Tensor, sink: Tensor, gate: Tensor, lengths: Tensor,
     window: int | None, table: Tensor | None,
@@ -556,8 +545,8 @@ def _by_clusters(
     (B, T, H, d), (G, S), (R, X) = q.shape, k.shape[1:3], profiles.shape
     if T > 1 or window is None or B * G > CLUSTERS or (d, R) != (128, 16) or q.dtype != torch.bfloat16:
         return None
-    hopper, given = _hopper(q.device), [lengths] if table is None else [lengths, table]
-    if hopper is None or window > 1024 or H > 8 * G or not all(u.is_contiguous() for u in given):
+    given = [lengths] if table is None else [lengths, table]
+    if capability_major(q.device) != 9 or window > 1024 or H > 8 * G or not all(u.is_contiguous() for u in given):
         return None
     given, strides = (q, k, v, r, sink, gate), (*k.stride()[:3], *v.stride()[:3])
     if any(u.stride(-1) != 1 for u in given) or any(n % 8 for n in strides):
@@ -567,11 +556,11 @@ def _by_clusters(
     ctas, keys = 4 if window <= 512 else 8, 128
     page, pages = (S, table.shape[1]) if table is not None else (0, 0)
     out = torch.empty(B, 1, H * d, dtype=q.dtype, device=q.device)
-    hopper.decode_cluster[(B * G,)](
+    decode_cluster[(B * G,)](
         q, k, v, table, r, prepared(profiles, transposed), sink, gate, out, lengths, S * max(pages, 1), pages,
         q.stride(0), q.stride(2), *k.stride()[:2], *v.stride()[:2], r.stride(0), r.stride(2), sink.stride(0),
         gate.stride(0), G=G, Q=H // G, X=X, W=window, PAGE=page, K_S=k.stride(2), V_S=v.stride(2), CTAS=ctas, KEYS=keys,
-        **hopper.layouts(ctas, keys), num_warps=8, num_ctas=ctas, launch_pdl=True,
+        **layouts(ctas, keys), num_warps=8, num_ctas=ctas, launch_pdl=True,
     )  # fmt: skip
     return out
 

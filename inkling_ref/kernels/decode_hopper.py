@@ -28,6 +28,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from .approximate import TO_BASE2
+from .residual_hopper import run_ptx
 
 d, R, HEADS, WARPS = gl.constexpr(128), gl.constexpr(16), gl.constexpr(8), gl.constexpr(8)
 SCALE, LOWEST = gl.constexpr(128**-0.5), gl.constexpr(-1e30)  # of scores; in place of -inf, whose difference is NaN
@@ -111,12 +112,6 @@ def _constraints(CTAS):
 @triton.constexpr_function
 def _floats(CTAS):
     return (gl.float32,) * (3 * CTAS)
-
-
-@gluon.jit
-@no_type_check
-def _ptx(code: gl.constexpr):
-    gl.inline_asm_elementwise(code + " mov.u32 $0, 0;", "=r", [], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -205,8 +200,8 @@ def decode_cluster(
     at = (g * Q + head) * d + _axis(CTAS, 0, THREADS) * OWN + c
     mask = (head < Q) & (c < OWN)
 
-    _ptx("barrier.cluster.wait.acquire.aligned;")  # all blocks have started
-    _ptx("griddepcontrol.wait; griddepcontrol.launch_dependents;")
+    run_ptx("barrier.cluster.wait.acquire.aligned;")  # all blocks have started
+    run_ptx("griddepcontrol.wait; griddepcontrol.launch_dependents;")
     q = gl.load(q_ptrs, mask=q_live, other=0.0)
     k = gl.load(k_new, mask=k_last, other=k)
     r = gl.load(r_ptrs, mask=row < (g + 1) * Q, other=0.0)

@@ -35,7 +35,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from .. import quantization
 from ..errors import InputError
 from ..moe import ExpertMatrix
-from . import FLOATS, INTEGERS, INTERPRETED, axes, cdiv, expect, next_power_of_2, processors
+from . import FLOATS, INTEGERS, axes, capability_major, cdiv, expect, next_power_of_2, processors
 from .approximate import near, swiglu
 from .experts_hopper import product, tile_product, token_product
 from .packing import ROWS, is_packed, packed_layout
@@ -524,7 +524,7 @@ def _experts(
     packed = is_packed(w13)
     if packed != is_packed(w2):
         raise InputError("triton experts: one matrix is repacked, expected both or none")
-    if packed and (h.dtype != torch.bfloat16 or INTERPRETED or torch.cuda.get_device_capability(h.device)[0] != 9):
+    if packed and (h.dtype != torch.bfloat16 or capability_major(h.device) != 9):
         raise InputError(f"triton experts: {h.dtype} on {h.device}, expected bfloat16 on Hopper for repacked matrices")
     I = _check_matrices(w13, w2, D, packed)
     if N == 0:  # a rank to which no token was sent

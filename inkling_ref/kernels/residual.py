@@ -14,7 +14,6 @@ run the faster forms of `kernels.residual_hopper` instead.
 
 # ruff: noqa: RUF005, RET505 (Triton joins tuples with +, does not know *, and wants an else after a return)
 
-import functools
 import math
 from types import ModuleType
 from typing import no_type_check
@@ -27,7 +26,7 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..residual import SOURCE_EPS
-from . import FLOATS, INTERPRETED, LOG2E, axes, expect, next_power_of_2, prepared, processors
+from . import FLOATS, LOG2E, axes, capability_major, expect, next_power_of_2, prepared, processors, residual_hopper
 from .short_conv import RUN, check_state, rolling_short_conv, token_major
 
 _CHUNK: int = 512
@@ -187,14 +186,9 @@ def _mix_and_norm(
             _store(out_ptr + (i * N + token) * D, mixed[i * C + c] * inverse * w, c, o, D, CHUNK)
 
 
-@functools.cache
 def _hopper(device: torch.device) -> ModuleType | None:
     """The faster kernels, where they run: clusters, and 227 KB of shared memory (Hopper, data-centre Blackwell)."""
-    if INTERPRETED or torch.cuda.get_device_capability(device)[0] not in (9, 10):
-        return None
-    from . import residual_hopper
-
-    return residual_hopper
+    return residual_hopper if capability_major(device) in (9, 10) else None
 
 
 def _by_token(x: Float[Tensor, "B T *rest"]) -> tuple[Float[Tensor, "B T *rest"], int]:

@@ -239,6 +239,13 @@ def _place(rows, row):
 
 @gluon.jit
 @no_type_check
+def run_ptx(code: gl.constexpr):
+    """Instructions that every thread runs for what they do, not for a result."""
+    gl.inline_asm_elementwise(code + " mov.u32 $0, 0;", "=r", [], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+@no_type_check
 def _all_sums(values, V: gl.constexpr, WARPS: gl.constexpr):
     """Over a block."""
     ptx: gl.constexpr = sums_ptx(V, WARPS)
@@ -568,12 +575,6 @@ def mix_bursts(
 
 @gluon.jit
 @no_type_check
-def _ptx(code: gl.constexpr):
-    gl.inline_asm_elementwise(code + " mov.u32 $0, 0;", "=r", [], gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-@no_type_check
 def _products(x, q, Q: gl.constexpr, CTAS: gl.constexpr, THREADS: gl.constexpr, VEC: gl.constexpr):
     """A thread's own sums of a source: x x, and its x q."""
     x = x.to(gl.float32)
@@ -607,7 +608,7 @@ def mix_cluster(
     o = block * PART + c
     live = (c < PART) & (o < D)
     if not early:
-        _ptx("griddepcontrol.wait;")
+        run_ptx("griddepcontrol.wait;")
     q, w, taps = (), (), ()
     for i in gl.static_range(Q):
         q = q + (gl.load(query_ptr + i * D + o, mask=live, other=0.0).to(gl.float32),)
@@ -640,10 +641,10 @@ def mix_cluster(
     own = ()
     for j in gl.static_range(n):
         own = own + _products(x[j], q, Q, CTAS, THREADS, VEC)
-    _ptx("barrier.cluster.wait.acquire.aligned;")  # the other blocks have opened their boxes
+    run_ptx("barrier.cluster.wait.acquire.aligned;")  # the other blocks have opened their boxes
     if n > 0:
         _send_sums(box, own, EXCHANGES, 2, CTAS, WARPS)
-    _ptx("griddepcontrol.wait; griddepcontrol.launch_dependents;")
+    run_ptx("griddepcontrol.wait; griddepcontrol.launch_dependents;")
     if JOIN:
         current = gl.load(y_ptr + token * y_t + o, mask=live, other=0.0)
         y = current.to(gl.float32)
