@@ -310,8 +310,7 @@ class DecodeStep:
         self.taps: dict[int, Tensor] = {}  # of the newest call, by layer id, [B, T, D]: see `dspark.observe`
         self.graph: torch.cuda.CUDAGraph | None = None
         self.prompts: dict[int, PromptGraph] = {}  # by their numbers of tokens
-        self.greedy = False  # whether the step's graph finds the best tokens too, which are then in `best`
-        self.best: Int[Tensor, "B T"] | None = None
+        self.best: Int[Tensor, "B T"] | None = None  # where the step's graph puts the best tokens, if it finds them
         self.head: tuple[float, torch.cuda.CUDAGraph, Tensor] | None = None  # a temperature's, and where its ids are
         self.reset()
 
@@ -329,10 +328,10 @@ class DecodeStep:
                 getattr(state, name).zero_()
         self._begin([0] * len(self.ids))
 
-    def _begin(self, ends: list[int]) -> None:
+    def _begin(self, ends: list[int], live: list[bool] | None = None) -> None:
         self.ends = list(ends)  # positions of each row, the newest step's with it
         self.loose = [0] * len(ends)  # how many tokens of each row can be taken back
-        self.live = [True] * len(ends)  # rows that have not ended
+        self.live = [True] * len(ends) if live is None else live  # rows that have not ended
         self.has_stepped = False  # whether `hidden` is of a step after these positions
 
     @torch.inference_mode()
@@ -453,9 +452,7 @@ class DecodeStep:
             graph.replay()
         else:
             hidden = self._read(ids, Prompt(self.ends, counts, T, ids.device), image_features)
-        live = self.live
-        self._begin([n + count for n, count in zip(self.ends, counts, strict=True)])
-        self.live = live
+        self._begin([n + count for n, count in zip(self.ends, counts, strict=True)], self.live)
         return hidden
 
     def _read(
@@ -543,8 +540,8 @@ class DecodeStep:
         temperature, or a part of the step's (greedy), and the ids are in a place that the next call reuses.
 
         Raises:
-            InputError: where no step has followed a prompt, a reset or a capture; for a temperature without seeds, or
-                with seeds that are not an integer a row.
+            InputError: where no step has followed a prompt or a reset; for a temperature without seeds, or with seeds
+                that are not an integer a row.
         """
         if not self.has_stepped:
             raise InputError(
@@ -589,13 +586,13 @@ class DecodeStep:
         states = [getattr(state, name) for state in self.layers for name in CONVOLUTIONS]
         kept, lengths, hidden = [t.clone() for t in states], self.lengths.clone(), self.hidden
         self.lengths.fill_(-self.tokens)  # rows that are not in use: no slot of the cache is written
-        self.greedy = greedy
         try:  # there may be too little memory
-            self.graph, (self.hidden, self.best) = captured(self._of_a_graph)
+            graph, found = captured(self._with_best if greedy else self.forward)
         finally:
             for t, before in zip([*states, self.lengths], [*kept, lengths], strict=True):
                 t.copy_(before)
-        if hidden is not None:  # `next_tokens` may still be asked for those of the newest step
+        self.graph, (self.hidden, self.best) = graph, found if greedy else (found, None)
+        if self.has_stepped:  # `next_tokens` may still be asked for those of the newest step
             self.hidden.copy_(hidden)
             if greedy:
                 self.best.copy_(self._head(0.0, hidden))
@@ -630,9 +627,9 @@ class DecodeStep:
             self.taps = before
             self.reset()
 
-    def _of_a_graph(self) -> tuple[Float[Tensor, "B T D"], Int[Tensor, "B T"] | None]:
+    def _with_best(self) -> tuple[Float[Tensor, "B T D"], Int[Tensor, "B T"]]:
         hidden = self.forward()
-        return hidden, self._head(0.0, hidden) if self.greedy else None
+        return hidden, self._head(0.0, hidden)
 
     def forward(self) -> Float[Tensor, "B T D"]:
         """The operations of one step, from `ids`, `lengths` and `rejected`; nothing waits for the device."""

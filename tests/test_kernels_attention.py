@@ -146,12 +146,9 @@ def test_attend_cache_by_clusters(case, monkeypatch):
 def test_what_is_for_clusters(monkeypatch):
     """One token that sees a window, in what 32 bits reach: slots may be far apart where rows are not."""
     calls = []
-
-    class Hopper:
-        decode_cluster = {(6,): lambda *given, **sizes: calls.append(sizes["CTAS"])}  # noqa: RUF012
-        layouts = staticmethod(lambda ctas, keys: {})
-
-    monkeypatch.setattr(decode_kernel, "_hopper", lambda device: Hopper)
+    launch = {(6,): lambda *given, **sizes: calls.append(sizes["CTAS"])}
+    for name, other in (("decode_cluster", launch), ("layouts", lambda *sizes: {}), ("capability_major", lambda _: 9)):
+        monkeypatch.setattr(decode_kernel, name, other)
     shapes = {"q": (3, 1, 10, 128), "r": (3, 1, 10, 16), "profiles": (16, 33), "sink": (3, 1, 10), "gate": (3, 1, 1280)}
     given = {name: torch.empty(shape, dtype=torch.bfloat16, device="meta") for name, shape in shapes.items()}
     lengths = torch.zeros(3, dtype=torch.int32)

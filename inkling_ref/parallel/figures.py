@@ -308,6 +308,7 @@ def prefill(run: Run) -> Figure:
     rows = sorted(rows_of(run, "prefill"), key=lambda row: (BACKENDS.index(row["backend"]), row["way"]))
     figure, ax = plt.subplots(figsize=(7, 1.6 + 0.55 * len(rows)))
     named: set[str] = set()
+    ends = []
     for place, row in enumerate(rows):
         case = {"backend": row["backend"], "phase": "prefill", "context": row["tokens"], "way": row["way"]}
         left = 0.0
@@ -318,20 +319,20 @@ def prefill(run: Run) -> Figure:
             ax.barh(place, width, left=left, color=COLOURS[SECTIONS[section["name"]]], label=label, height=0.6)
             left += width
         seconds, on_top = 1e3 * row["seconds"], 1e3 * row["collective_seconds"]
+        by_host = 1e3 * row.get("launched_seconds", 0)
+        ends.append(max(seconds + on_top, by_host))
         label = None if place else "collectives, modelled"
         ax.barh(place, on_top, left=seconds, color="white", edgecolor="#4b5563", hatch="////", label=label, height=0.6)
         ax.plot([seconds] * 2, [place - 0.38, place + 0.38], color="black", lw=2, label=None if place else "measured")
-        if "launched_seconds" in row:
-            by_host, of_host = 1e3 * row["launched_seconds"], {"ls": "--", "color": COLOURS["bad"], "lw": 1.5}
+        if by_host:
+            of_host = {"ls": "--", "color": COLOURS["bad"], "lw": 1.5}
             label = None if place else "launched by the host"
             ax.plot([by_host] * 2, [place - 0.38, place + 0.38], **of_host, label=label)
         limit, mark = 1e3 * row["roofline_seconds"], {"ls": ":", "color": "black", "lw": 1.5}
         ax.plot([limit] * 2, [place - 0.38, place + 0.38], **mark, label=None if place else "limit")
-        end = max(seconds + on_top, 1e3 * row.get("launched_seconds", 0))
-        ax.text(end, place, f"  {seconds:.0f} + {on_top:.0f} ms", va="center", fontsize=8)
+        ax.text(ends[-1], place, f"  {seconds:.0f} + {on_top:.0f} ms", va="center", fontsize=8)
     ax.set_yticks(range(len(rows)), [f"{row['backend']}, {row['way']}" for row in rows])
-    longest = max(max(row["seconds"] + row["collective_seconds"], row.get("launched_seconds", 0)) for row in rows)
-    ax.set(xlabel="ms", xlim=(0, 1.2e3 * longest))
+    ax.set(xlabel="ms", xlim=(0, 1.2 * max(ends)))
     ax.invert_yaxis()
     figure.legend(fontsize=7, ncols=4, loc="outside upper center")
     return labelled(figure, run, f"{rows[0]['tokens']:,} tokens | ")
