@@ -22,7 +22,17 @@ from inkling_ref.parallel.apply import Mesh
 from inkling_ref.parallel.arms import compiled, release_experts, use
 from inkling_ref.parallel.collectives import Link
 from inkling_ref.parallel.estimate import Device, Load, all_reduce, estimate
-from inkling_ref.parallel.full_scale import Cases, Priced, by_section, collective_seconds, load_of, measure, table
+from inkling_ref.parallel.full_scale import (
+    Cases,
+    Priced,
+    by_section,
+    collective_seconds,
+    counted,
+    imposed,
+    load_of,
+    measure,
+    table,
+)
 from inkling_ref.parallel.plan import Plan
 from inkling_ref.parallel.synthetic import synthetic
 
@@ -269,10 +279,33 @@ def test_price_of_a_collective():
 
 def test_load_of_counted_routes():
     """5 experts on 2 ranks: 3 and 2. Two layers, 4 tokens that choose 2 each."""
-    counts = [torch.tensor([4.0, 0, 0, 3, 1]), torch.tensor([1.0, 1, 3, 3, 0])]
-    assert load_of(counts, Plan(2), 0, 8) == Load(2.0, 4.5, 2.5, 4.5)
-    assert load_of(counts, Plan(2), 1, 8) == Load(1.5, 3.5, 2.5, 4.5)
-    assert load_of([c / 2 for c in counts], Plan(2), 1, 8).pairs == 3.5  # only half of the tokens were seen
+    routes = [torch.tensor([[0, 3], [0, 3], [0, 3], [0, 4]]), torch.tensor([[0, 2], [3, 1], [2, 3], [3, 2]])]
+    assert load_of(routes, 5, Plan(2), 0, 8) == Load(2.0, 4.5, 2.5, 4.5)
+    assert load_of(routes, 5, Plan(2), 1, 8) == Load(1.5, 3.5, 2.5, 4.5)
+    assert load_of(routes, 5, Plan(2), 1, 16).pairs == 7  # only half of the tokens were seen
+
+
+@unchecked()
+@torch.inference_mode()
+def test_both_ways_to_read_a_prompt_run_the_same_pairs_of_tokens_and_experts():
+    model = synthetic(text_config(), Mesh.stand_in(Plan(2), 1), experts="bf16")
+    ids, layers, here = random_ids(1, 40), model.llm.layers, model.share.local_experts
+
+    def count() -> list[int]:
+        before = [int(layer.mlp.pairs) for layer in layers]
+        DecodeStep(model, 1, 41).prefill(ids)
+        return [int(layer.mlp.pairs) - n for layer, n in zip(layers, before, strict=True)]
+
+    model.mesh.traffic.phase = "prefill"
+    with counted(model) as routes:
+        whole = count()
+    assert whole == [sum(expert in here for expert in some.flatten().tolist()) for some in routes]
+    model.current.plan = Plan(2, sequence=True, sequence_from=1)
+    cut = count()
+    with imposed(model, routes):
+        alike = count()
+    assert alike == whole != cut
+    assert count() == cut
 
 
 def test_sections_add_up_to_the_estimate():

@@ -433,7 +433,7 @@ def test_packed_is_no_farther_from_float64_than_dequantised_bfloat16(form, sizes
 
 @hopper_only
 @formats
-@pytest.mark.parametrize("tokens", [1, 9, 300])
+@pytest.mark.parametrize("tokens", [1, 9, 40, 300])
 def test_packed_quantises_activations(form, tokens):
     packed, released = packed_problem(form, (tokens, 5, 64, 96, 2, 5))
     quantize = {NVFP4: fake_nvfp4, MXFP8: fake_mxfp8}[form]
@@ -444,7 +444,7 @@ def test_packed_quantises_activations(form, tokens):
 
 
 @hopper_only
-@pytest.mark.parametrize("tokens", [1, 9, 300])
+@pytest.mark.parametrize("tokens", [1, 9, 40, 300])
 def test_packed_experts_of_other_ranks_add_nothing(tokens):
     packed, released = packed_problem(NVFP4, (tokens, 5, 64, 96, 3, 5))
     arguments, exact = with_others(released)
@@ -460,12 +460,13 @@ def window(matrices, origin, stop):
 
 @hopper_only
 @formats
+@pytest.mark.parametrize("N", [1, 2, 5, 8])
 @pytest.mark.parametrize(
     ("E", "D", "I", "k"), [(5, 96, 64, 3), (11, 800, 544, 8), (7, 1344, 32, 5), (6, 32, 2592, 1)], ids=str
 )
-def test_one_token_on_a_rank(form, E, D, I, k):
-    """All its pairs, some, few, none: they are summed as they are computed, and where none is, zeros are written."""
-    (h, weights, ids, w13, w2, *caps), released = packed_problem(form, (1, E, D, I, k, E))
+def test_a_few_tokens_on_a_rank(form, E, D, I, k, N):
+    """All their pairs (more than programs of their own), some, few, none: a token of none gets zeros."""
+    (h, weights, ids, w13, w2, *caps), released = packed_problem(form, (N, E, D, I, k, E))
     for origin, stop in ((0, E), (1, E - 1), (E // 2, E // 2 + 1), (E - 2, E)):
         rank, ours = kernel.experts.of_rank(origin), window((w13, w2), origin, stop)
         actual = rank(h, weights, ids, *ours, *caps)
@@ -475,27 +476,33 @@ def test_one_token_on_a_rank(form, E, D, I, k):
             masked = [h, weights.masked_fill(~here, 0), *released[2:]]
             exact = in_float64(*masked)
             assert relative_rms(actual, exact) <= bound(torch.bfloat16, moe.experts(*masked), exact)
-            assert rank(torch.full_like(h, torch.nan), weights, ids, *ours, *caps).isnan().all()
+            spoiled, any_here = rank(torch.full_like(h, torch.nan), weights, ids, *ours, *caps), here.any(dim=1)
+            assert spoiled[any_here].isnan().all()
+            assert not spoiled[~any_here].any()
         nothing = rank(h, weights, ids + E, *ours, *caps)
         assert torch.equal(nothing, torch.zeros_like(h))
 
 
 @hopper_only
 @formats
-def test_one_token_on_a_rank_is_the_same_bits_whatever_else_is_there(form):
-    (h, weights, ids, w13, w2, *caps), _ = packed_problem(form, (1, 11, 800, 544, 4, 11))
-    ids = torch.tensor([[5, 0, 3, 10]], device=DEVICE)
+@pytest.mark.parametrize("N", [1, 4])
+def test_tokens_on_a_rank_are_the_same_bits_whatever_else_is_there(form, N):
+    (h, weights, ids, w13, w2, *caps), _ = packed_problem(form, (N, 11, 800, 544, 4, 11))
+    ids = torch.tensor([[5, 0, 3, 10], [0, 5, 10, 2], [9, 8, 7, 6], [4, 3, 0, 1]][:N], device=DEVICE)
     found = [
         kernel.experts.of_rank(origin)(h, weights, ids, *window((w13, w2), origin, stop), *caps)
         for origin, stop in ((3, 6), (1, 9), (3, 10))
     ]
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
+    of_three = [0, 1] if N > 1 else [0]  # whose experts here are 3 to 5 on all three ranks
+    assert found[0][of_three].any()
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][of_three], found[2][of_three])
 
 
 @hopper_only
-def test_one_token_on_a_rank_in_a_graph_follows_new_routes():
-    (h, weights, ids, w13, w2, *caps), _ = packed_problem(NVFP4, (1, 9, 96, 64, 3, 9))
+@pytest.mark.parametrize("N", [1, 6])
+def test_tokens_on_a_rank_in_a_graph_follow_new_routes(N):
+    (h, weights, ids, w13, w2, *caps), _ = packed_problem(NVFP4, (N, 9, 96, 64, 3, 9))
     rank, ours = kernel.experts.of_rank(2), window((w13, w2), 2, 7)
     rank(h, weights, ids, *ours, *caps)
     torch.cuda.synchronize()

@@ -140,6 +140,16 @@ def test_stand_ins_have_the_shapes_of_the_real_ones():
     assert group.exchange(rows, [2, 0, 4], [1, 1, 1]).tolist() == [[0]] * 3
 
 
+def test_what_has_arrived_is_not_copied_again():
+    group = StandIn("tp", 2, 1, Traffic())
+    with group.arrived():
+        found = [group.gather(torch.full((1, 2), float(i)), 1) for i in range(6)]
+        assert found[4].data_ptr() == found[0].data_ptr() != found[1].data_ptr()
+        assert [t.flatten().tolist() for t in found[2:]] == [[2] * 4, [3] * 4, [0, 0, 4, 4], [1, 1, 5, 5]]
+        assert group.gather(torch.full((1, 2), 7), 1).dtype == torch.int64  # other dtypes have places of their own
+    assert group.gather(torch.ones(1, 2), 1).tolist() == [[1] * 4]
+
+
 def test_bytes_that_a_rank_sends():
     traffic = Traffic(phase="prefill")
     group, x = StandIn("tp", 4, 0, traffic), torch.zeros(8, 6)  # 192 bytes

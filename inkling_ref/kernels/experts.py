@@ -17,8 +17,9 @@ $$ \textstyle\sum_e \lceil n_e / \mathrm{slots} \rceil \le
 
 Two kernels do step 2. `_released_product` reads a checkpoint's own bytes, or dense matrices, in any dtype on any GPU,
 and in the interpreter. On Hopper, in bfloat16, matrices that `packing.pack` has repacked go through `experts_hopper`.
-One token needs no plan: each pair is an item; on a rank, where few pairs of it are or none, not even step 3: there the
-second product adds them up. Up to FEW tokens memory is the limit, beyond them the tensor cores.
+One token needs no plan: each pair is an item. On a rank it needs not even step 3, for the second product adds up its
+few pairs; and a few tokens need no plan there, since hardly two of their pairs share an expert. Up to FEW tokens memory
+is the limit, beyond them the tensor cores.
 """
 
 from collections.abc import Callable
@@ -37,13 +38,15 @@ from ..errors import InputError
 from ..moe import ExpertMatrix
 from . import FLOATS, INTEGERS, axes, capability_major, cdiv, expect, next_power_of_2, processors
 from .approximate import near, swiglu
-from .experts_hopper import product, tile_product, token_product
+from .experts_hopper import pair_product, product, tile_product, token_product
 from .packing import ROWS, is_packed, packed_layout
 
 DENSE, NVFP4, MXFP8 = 0, 1, 2  # how a matrix is stored, as the kernels count
 FEW = 256  # tokens up to which memory is the limit
 FEW_PAIRS = 512  # up to which `_plan` makes the list; with more, about as many programs as a GPU has processors
 PROGRAMS = 128
+APART, SPARSE = 64, 8 * 384  # pairs of all ranks, and those times the experts here, up to which a rank needs no plan
+AT_ONCE = 16  # pairs that have programs of their own there
 REGISTERS = 65_536  # of a processor
 OFFSETS, GRID_ROWS = 2**31, 65_535  # what fits: elements in an offset of the kernels, rows in a grid
 Quantize = Callable[[Tensor], Tensor] | None
@@ -367,6 +370,26 @@ def _packed_few(call: Call) -> Tensor:
     return combine(run(a, w2, D, torch.float32, False), ids, torch.empty_like(x), origin, E, pdl=True)
 
 
+def _packed_pairs(call: Call) -> Tensor:
+    """At the rate of memory, a few tokens on a rank."""
+    x, weights, ids, w13, w2, rates, quantize, origin = call
+    (N, D), k, E, nvfp4 = x.shape, ids.shape[1], len(w13.weight), w13.amax is not None
+
+    def run(x: Tensor, matrix: ExpertMatrix, rows: int, dtype: torch.dtype, first: bool) -> Tensor:
+        out = torch.empty(N * k, rows, dtype=dtype, device=x.device)
+        tiles, steps = matrix.weight.shape[1:3]
+        pair_product[(tiles, min(N * k, AT_ONCE))](
+            x, matrix.weight, scale_words(matrix), *outer_scale(matrix, weights), ids, weights, out, *rates, N * k,
+            origin, E, K=x.shape[1], TILES=tiles, STEPS=steps, WIDTH=rows, TOP_K=k, NVFP4=nvfp4, FIRST=first,
+            PAIRS=APART, PADDED=next_power_of_2(steps * 256), NEAR=near(x.dtype), num_warps=4, launch_pdl=True,
+        )  # fmt: skip
+        return out
+
+    a = run(x, w13, 32 * w13.weight.shape[1], x.dtype, True)
+    a = a if quantize is None else quantize(a)
+    return combine(run(a, w2, D, torch.float32, False), ids, torch.empty_like(x), origin, E, pdl=True)
+
+
 def _packed_token(call: Call) -> Tensor:
     """At the rate of memory, one token on a rank."""
     x, weights, ids, w13, w2, rates, quantize, origin = call
@@ -536,7 +559,10 @@ def _experts(
         return torch.cat([_experts(origin, *part, w13, w2, gate_cap, up_cap, quantize) for part in parts])
     x = h.contiguous() if quantize is None else quantize(h.contiguous())
     if packed:
-        run = _packed_many if N > FEW else _packed_few if N > 1 or origin is None else _packed_token
+        sparse = origin is not None and N * k <= APART and N * k * w13.weight.shape[0] <= SPARSE
+        run = _packed_many if N > FEW else _packed_pairs if sparse else _packed_few
+        if origin is not None and N == 1:
+            run = _packed_token
     else:
         run = _released
     rates = (2 / gate_cap, 2 / up_cap, gate_cap * up_cap / 4)

@@ -16,6 +16,10 @@ There is no shared memory, no barrier and no split sum. The next words are loade
 activations are staged in shared memory, not read from L2 by every warp; a warp barrier keeps the compiler from sinking
 the loads below the arithmetic; and the second product begins its loads before the first has ended.
 
+**A few tokens on a rank** (`pair_product`). It has a few of their pairs, hardly two of one expert: each is an item. So
+no kernel has to make a list first: a warp holds the ids of all pairs, and a scan tells it which are here. A program
+takes more than one pair only where there are more than usual.
+
 **One token on a rank** (`token_product`). A rank has one of its pairs, or two, or none, and 72 programs of 64 rows do
 not keep memory busy. Here a program has 16 rows, and its four warps share the columns, a quarter of every step each.
 One token needs one of eight columns of the right operand: so column n holds the n-th quarter of two steps, every warp
@@ -200,16 +204,13 @@ LAUNCH = gl.constexpr("griddepcontrol.launch_dependents; // $0")
 
 @gluon.jit
 @no_type_check
-def product(
-    x_ptr, word_ptr, scale_ptr, amax_ptr, denominator_ptr, expert_ptr, slot_ptr, weight_ptr, out_ptr,
-    gate_rate, up_rate, quarter,
-    K: gl.constexpr, TILES: gl.constexpr, STEPS: gl.constexpr, WIDTH: gl.constexpr, TOP_K: gl.constexpr,
-    NVFP4: gl.constexpr, FIRST: gl.constexpr, ONE: gl.constexpr, PADDED: gl.constexpr, NEAR: gl.constexpr,
+def _item_product(
+    x_ptr, word_ptr, scale_ptr, amax_ptr, denominator_ptr, slot_ptr, weight_ptr, out_ptr, gate_rate, up_rate, quarter,
+    expert, item, tile, K: gl.constexpr, TILES: gl.constexpr, STEPS: gl.constexpr, WIDTH: gl.constexpr,
+    TOP_K: gl.constexpr, NVFP4: gl.constexpr, FIRST: gl.constexpr, ONE: gl.constexpr, PADDED: gl.constexpr,
+    NEAR: gl.constexpr,
 ):  # fmt: skip
-    """64 rows of one expert against 8 slots: of W13 (FIRST), with SwiGLU, or of W2, times the routing weight.
-
-    ONE: every pair is an item of its own, and `expert_ptr` holds the experts' ids.
-    """
+    """64 rows of one expert against 8 slots, or ONE: `item` is a pair."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, k_width=2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, k_width=2)
@@ -236,80 +237,129 @@ def product(
     PARTS: gl.constexpr = 256 // COLUMNS  # of a step
     UNITS: gl.constexpr = STEPS * PARTS
     S_STEP: gl.constexpr = SCALES.shape[0]
-    tile, item = gl.program_id(0), gl.program_id(1)
+    i = gl.arange(0, 2048, layout=WORDS)
+    words = word_ptr + (expert.to(gl.int64) * TILES + tile) * (UNITS * 2048) + (i // 512 * (512 * PARTS) + i % 512)
+    scales = scale_ptr + (expert * TILES + tile) * (STEPS * S_STEP) + gl.arange(0, S_STEP, layout=SCALES)
+    w, s = gl.load(words), gl.load(scales)
+    if not FIRST:
+        _asm(WAIT)
+    k = gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, X))
+    if ONE:
+        LINE: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
+        SHARED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+        memory = gl.allocate_shared_memory(gl.bfloat16, [PADDED], SHARED)
+        line = gl.arange(0, PADDED, layout=LINE)
+        _async_load(memory, x_ptr + (item // TOP_K if FIRST else item) * K + line, mask=line < K)
+        async_copy.commit_group()
+        async_copy.wait_group(0)
+        _sync()
+        if _OLD:
+            staged = memory._reinterpret(gl.bfloat16, [PADDED // COLUMNS, COLUMNS], SHARED)
+        else:
+            staged = memory.reinterpret(gl.bfloat16, [PADDED // COLUMNS, COLUMNS], SHARED)
+    else:
+        slots = gl.load(slot_ptr + item * 8 + gl.arange(0, 8, layout=gl.SliceLayout(0, X)))
+        slots = gl.where(slots < 0, ~slots, slots)
+        x_rows = x_ptr + ((slots // TOP_K if FIRST else slots) * K)[None, :] + k[:, None]
+        x = _activations(x_rows, k, K)
+    acc = gl.zeros([64, 8], gl.float32, MMA)
+    for unit in range(UNITS):
+        ahead = gl.minimum(unit + 1, UNITS - 1)
+        w_ahead = words + (ahead // PARTS * (2048 * PARTS) + ahead % PARTS * 512)
+        s_ahead = scales + ahead // PARTS * S_STEP
+        if ONE:
+            more = unit + 1 < UNITS  # loads past the end would compete with those of the next kernel
+            w_next, s_next = gl.load(w_ahead, mask=more), gl.load(s_ahead, mask=more)
+            _asm(WARP_BARRIER)
+            x = gl.expand_dims(staged.index(unit).load(gl.SliceLayout(1, X)), 1)
+            x, _ = gl.broadcast(x, gl.full([COLUMNS, 8], 0, gl.bfloat16, X))
+        else:
+            w_next, s_next = gl.load(w_ahead), gl.load(s_ahead)
+            x_next = _activations(x_rows + ahead * COLUMNS, k + ahead * COLUMNS, K)
+        s0, s1, s2, s3 = _scales(s >> (unit % PARTS * 16), NVFP4)  # of two chunks, r = 0 and 1 of each
+        if NVFP4:
+            low = gl.permute(gl.reshape(gl.join(s0, s2), [4, 32, C]), [0, 2, 1])
+            high = gl.permute(gl.reshape(gl.join(s1, s3), [4, 32, C]), [0, 2, 1])
+        else:
+            low, high = gl.reshape(s0, [4, C, 32]), gl.reshape(s1, [4, C, 32])
+        acc = mma_v2(_left(w, low, high, 4, C, NVFP4, LEFT), _right(x, NVFP4, RIGHT), acc)
+        w, s = w_next, s_next
+        if not ONE:
+            x = x_next
+    _asm(LAUNCH)
+    if NVFP4:
+        acc = acc * (gl.load(amax_ptr + expert) / gl.load(denominator_ptr) * UNSCALED)
+    else:
+        acc = acc * UNSCALED
+    by_row = gl.reshape(acc, [4, 2, 8, 8])  # warp, r, g, n
+    if FIRST:
+        gate, up = gl.split(gl.permute(by_row, [0, 2, 3, 1]))
+        y = gl.reshape(swiglu(gate, up, gate_rate, up_rate, quarter, NEAR), [32, 8])
+    else:
+        y = gl.reshape(gl.permute(by_row, [0, 2, 1, 3]), [64, 8])
+    ROWS: gl.constexpr = y.shape[0]
+    OUT: gl.constexpr = y.type.layout
+    rows = tile * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
+    n = gl.arange(0, 8, layout=gl.SliceLayout(0, OUT))
+    pairs = gl.where(n == 0, item, -1) if ONE else gl.load(slot_ptr + item * 8 + n)
+    if not FIRST:
+        y = y * gl.load(weight_ptr + pairs, mask=pairs >= 0, other=0.0)[None, :]
+    mask = (pairs >= 0)[None, :] & (rows < WIDTH)[:, None]
+    gl.store(out_ptr + (pairs * WIDTH)[None, :] + rows[:, None], y.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
+@no_type_check
+def product(
+    x_ptr, word_ptr, scale_ptr, amax_ptr, denominator_ptr, expert_ptr, slot_ptr, weight_ptr, out_ptr,
+    gate_rate, up_rate, quarter,
+    K: gl.constexpr, TILES: gl.constexpr, STEPS: gl.constexpr, WIDTH: gl.constexpr, TOP_K: gl.constexpr,
+    NVFP4: gl.constexpr, FIRST: gl.constexpr, ONE: gl.constexpr, PADDED: gl.constexpr, NEAR: gl.constexpr,
+):  # fmt: skip
+    """64 rows of one expert against 8 slots: of W13 (FIRST), with SwiGLU, or of W2, times the routing weight.
+
+    ONE: every pair is an item of its own, and `expert_ptr` holds the experts' ids.
+    """
+    item = gl.program_id(1)
     if FIRST:
         _asm(WAIT)
     expert = gl.load(expert_ptr + item).to(gl.int32)
     if expert >= 0:
-        i = gl.arange(0, 2048, layout=WORDS)
-        words = word_ptr + (expert.to(gl.int64) * TILES + tile) * (UNITS * 2048) + (i // 512 * (512 * PARTS) + i % 512)
-        scales = scale_ptr + (expert * TILES + tile) * (STEPS * S_STEP) + gl.arange(0, S_STEP, layout=SCALES)
-        w, s = gl.load(words), gl.load(scales)
-        if not FIRST:
-            _asm(WAIT)
-        k = gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, X))
-        if ONE:
-            LINE: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
-            SHARED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-            memory = gl.allocate_shared_memory(gl.bfloat16, [PADDED], SHARED)
-            line = gl.arange(0, PADDED, layout=LINE)
-            _async_load(memory, x_ptr + (item // TOP_K if FIRST else item) * K + line, mask=line < K)
-            async_copy.commit_group()
-            async_copy.wait_group(0)
-            _sync()
-            if _OLD:
-                staged = memory._reinterpret(gl.bfloat16, [PADDED // COLUMNS, COLUMNS], SHARED)
-            else:
-                staged = memory.reinterpret(gl.bfloat16, [PADDED // COLUMNS, COLUMNS], SHARED)
-        else:
-            slots = gl.load(slot_ptr + item * 8 + gl.arange(0, 8, layout=gl.SliceLayout(0, X)))
-            slots = gl.where(slots < 0, ~slots, slots)
-            x_rows = x_ptr + ((slots // TOP_K if FIRST else slots) * K)[None, :] + k[:, None]
-            x = _activations(x_rows, k, K)
-        acc = gl.zeros([64, 8], gl.float32, MMA)
-        for unit in range(UNITS):
-            ahead = gl.minimum(unit + 1, UNITS - 1)
-            w_ahead = words + (ahead // PARTS * (2048 * PARTS) + ahead % PARTS * 512)
-            s_ahead = scales + ahead // PARTS * S_STEP
-            if ONE:
-                more = unit + 1 < UNITS  # loads past the end would compete with those of the next kernel
-                w_next, s_next = gl.load(w_ahead, mask=more), gl.load(s_ahead, mask=more)
-                _asm(WARP_BARRIER)
-                x = gl.expand_dims(staged.index(unit).load(gl.SliceLayout(1, X)), 1)
-                x, _ = gl.broadcast(x, gl.full([COLUMNS, 8], 0, gl.bfloat16, X))
-            else:
-                w_next, s_next = gl.load(w_ahead), gl.load(s_ahead)
-                x_next = _activations(x_rows + ahead * COLUMNS, k + ahead * COLUMNS, K)
-            s0, s1, s2, s3 = _scales(s >> (unit % PARTS * 16), NVFP4)  # of two chunks, r = 0 and 1 of each
-            if NVFP4:
-                low = gl.permute(gl.reshape(gl.join(s0, s2), [4, 32, C]), [0, 2, 1])
-                high = gl.permute(gl.reshape(gl.join(s1, s3), [4, 32, C]), [0, 2, 1])
-            else:
-                low, high = gl.reshape(s0, [4, C, 32]), gl.reshape(s1, [4, C, 32])
-            acc = mma_v2(_left(w, low, high, 4, C, NVFP4, LEFT), _right(x, NVFP4, RIGHT), acc)
-            w, s = w_next, s_next
-            if not ONE:
-                x = x_next
-        _asm(LAUNCH)
-        if NVFP4:
-            acc = acc * (gl.load(amax_ptr + expert) / gl.load(denominator_ptr) * UNSCALED)
-        else:
-            acc = acc * UNSCALED
-        by_row = gl.reshape(acc, [4, 2, 8, 8])  # warp, r, g, n
-        if FIRST:
-            gate, up = gl.split(gl.permute(by_row, [0, 2, 3, 1]))
-            y = gl.reshape(swiglu(gate, up, gate_rate, up_rate, quarter, NEAR), [32, 8])
-        else:
-            y = gl.reshape(gl.permute(by_row, [0, 2, 1, 3]), [64, 8])
-        ROWS: gl.constexpr = y.shape[0]
-        OUT: gl.constexpr = y.type.layout
-        rows = tile * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
-        n = gl.arange(0, 8, layout=gl.SliceLayout(0, OUT))
-        pairs = gl.where(n == 0, item, -1) if ONE else gl.load(slot_ptr + item * 8 + n)
-        if not FIRST:
-            y = y * gl.load(weight_ptr + pairs, mask=pairs >= 0, other=0.0)[None, :]
-        mask = (pairs >= 0)[None, :] & (rows < WIDTH)[:, None]
-        gl.store(out_ptr + (pairs * WIDTH)[None, :] + rows[:, None], y.to(out_ptr.dtype.element_ty), mask=mask)
+        _item_product(
+            x_ptr, word_ptr, scale_ptr, amax_ptr, denominator_ptr, slot_ptr, weight_ptr, out_ptr, gate_rate, up_rate,
+            quarter, expert, item, gl.program_id(0), K, TILES, STEPS, WIDTH, TOP_K, NVFP4, FIRST, ONE, PADDED, NEAR,
+        )  # fmt: skip
+
+
+@gluon.jit
+@no_type_check
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit(do_not_specialize=["P", "origin", "E"])
+@no_type_check
+def pair_product(
+    x_ptr, word_ptr, scale_ptr, amax_ptr, denominator_ptr, id_ptr, weight_ptr, out_ptr,
+    gate_rate, up_rate, quarter, P, origin, E,
+    K: gl.constexpr, TILES: gl.constexpr, STEPS: gl.constexpr, WIDTH: gl.constexpr, TOP_K: gl.constexpr,
+    NVFP4: gl.constexpr, FIRST: gl.constexpr, PAIRS: gl.constexpr, PADDED: gl.constexpr, NEAR: gl.constexpr,
+):  # fmt: skip
+    """The same of pairs: those of the E experts from `origin` on, among the first P, at most PAIRS."""
+    LIST: gl.constexpr = gl.BlockedLayout([PAIRS // 32], [32], [4], [0])  # every warp has all
+    if FIRST:
+        _asm(WAIT)
+    pairs = gl.arange(0, PAIRS, layout=LIST)
+    local = gl.load(id_ptr + pairs, mask=pairs < P, other=-1).to(gl.int32) - origin
+    here = ((pairs < P) & (local >= 0) & (local < E)).to(gl.int32)
+    place = gl.associative_scan(here, 0, _add) * here - 1  # among those that are here
+    for n in range(gl.program_id(1), gl.sum(here, 0), gl.num_programs(1)):
+        expert, pair = gl.sum(gl.where(place == n, local, 0), 0), gl.sum(gl.where(place == n, pairs, 0), 0)
+        _item_product(
+            x_ptr, word_ptr, scale_ptr, amax_ptr, denominator_ptr, id_ptr, weight_ptr, out_ptr, gate_rate, up_rate,
+            quarter, expert, pair, gl.program_id(0), K, TILES, STEPS, WIDTH, TOP_K, NVFP4, FIRST, True, PADDED, NEAR,
+        )  # fmt: skip
+        _sync()  # all have read its activations
 
 
 @gluon.jit

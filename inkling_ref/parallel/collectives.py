@@ -168,6 +168,10 @@ class Group:
         """Where this rank's part of the sum of all x goes."""
         return x.new_empty(x.shape[0] // self.size, *x.shape[1:])
 
+    def _whole(self, x: Tensor) -> Tensor:
+        """Where all ranks' parts go."""
+        return x.new_empty(self.size * x.shape[0], *x.shape[1:])
+
     def _gather(self, out: Tensor, x: Tensor) -> None:
         _all_gather(out, x, group=self.process_group)
 
@@ -185,7 +189,7 @@ class Group:
         if self.size == 1:
             return x
         x = x.movedim(dim, 0).contiguous()
-        out = x.new_empty(self.size * x.shape[0], *x.shape[1:])
+        out = self._whole(x)
         self._run("gather", (self.size - 1) * x.nbytes, x.device, lambda: self._gather(out, x))
         return out.movedim(0, dim)
 
@@ -224,12 +228,30 @@ class Group:
         return out
 
 
+AT_ONCE = 4  # results of gathers of one shape that are in use at a time: a layer's attention reads three
+
+
 class StandIn(Group):
     """A group of which only this rank exists: what others would send has the shape of what this one has.
 
     Dependencies stay, values are wrong and no bytes move: the seconds of real ones come from `Link`. Only a gather
-    takes time, that of its copy; and a part is a view of what was given.
+    takes time, that of its copies, or within `arrived` of one; and a part is a view of what was given.
     """
+
+    places: dict[tuple, deque[Tensor]] | None = None
+
+    @contextmanager
+    def arrived(self) -> Iterator[None]:
+        """Within, what others send lies there already, as it would when the seconds of `Link` have passed.
+
+        A gather's result is in the place of an earlier one of its shape, AT_ONCE gathers ago, with the others' parts of
+        then (copies of this rank's own), and only its own part is copied.
+        """
+        self.places = {}
+        try:
+            yield
+        finally:
+            self.places = None
 
     def _run(self, what: str, sent: int, device: torch.device, collective: Callable[[], object]) -> None:
         collective()
@@ -238,8 +260,21 @@ class StandIn(Group):
     def _part(self, x: Tensor) -> Tensor:
         return x.chunk(self.size)[self.rank]
 
+    def _whole(self, x: Tensor) -> Tensor:
+        if self.places is None:
+            return super()._whole(x)
+        places = self.places.setdefault((x.shape, x.dtype), deque())
+        if len(places) < AT_ONCE:
+            places.append(torch.cat([x] * self.size))
+        else:
+            places.rotate(-1)
+        return places[-1]
+
     def _gather(self, out: Tensor, x: Tensor) -> None:
-        torch.cat([x] * self.size, out=out)  # reads and writes wider than a copy of an expanded x
+        if self.places is None:
+            torch.cat([x] * self.size, out=out)  # reads and writes wider than a copy of an expanded x
+        else:
+            out.chunk(self.size)[self.rank].copy_(x)
 
     def _reduce_scatter(self, out: Tensor, x: Tensor) -> None:
         pass

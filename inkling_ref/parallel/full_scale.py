@@ -7,8 +7,9 @@ in the released formats. Then, the most important first:
   the host's, from the ids of a step to the next tokens; `graph_seconds` those of a replay that waits for
   nobody. One step more runs launch by launch, to count routes.
 - profile. What a step, or a prefill, launches, by section of `measure.ranges`, beside what the section cannot beat.
-- prefill. A prompt by `DecodeStep.prefill`, each rank mixing all tokens (replicated) or its share of them (sequence):
-  `seconds` of a call, on a GPU one CUDA graph's; `launched_seconds` there, of the host launching kernel by kernel.
+- prefill. A prompt by `DecodeStep.prefill`, each rank mixing all tokens (replicated) or its share of them (sequence),
+  both by the same routes: `seconds` of a call, on a GPU one CUDA graph's; `launched_seconds` there, of the host
+  launching kernel by kernel.
 - arms. From here on experts are in the released layout, repacked where they lie. The eager reference, with its growing
   cache, dequantises expert by expert. `torch.compile`: the operations of a step, each compiled for its fixed shapes,
   the step one CUDA graph as ours; `bench.peers.gathered_experts` says how its experts run.
@@ -64,6 +65,7 @@ from .apply import Mesh
 from .arms import compiled, release_experts, use
 from .collectives import Link, Traffic, waited
 from .estimate import ALPHAS, STREAM, Device, Estimate, Load, Work, all_reduce, estimate, load
+from .layers import ShardedMoE
 from .plan import Plan, Share, owners
 from .run import ALONE, measure_filled, ready, replay
 from .synthetic import synthetic
@@ -133,14 +135,12 @@ def collective_seconds(name: str, sent: int, ranks: int, link: Link) -> float:
 
 @contextmanager
 def counted(model: Inkling) -> Iterator[list[Tensor]]:
-    """A list that gets, while within, how many tokens chose each expert [E], layer by layer in every `COUNTED` pass."""
+    """A list that gets, while within, every token's experts [N, k], layer by layer in every `COUNTED` pass."""
     found: list[Tensor] = []
 
     def count(_module: torch.nn.Module, _inputs: tuple, outputs: tuple[Tensor, Tensor]) -> None:
         if model.mesh.traffic.phase in COUNTED:
-            ids = outputs[1].flatten()
-            empty = torch.zeros(model.config.text.n_routed_experts, device=ids.device)
-            found.append(empty.index_add_(0, ids, torch.ones_like(ids, dtype=empty.dtype)))
+            found.append(outputs[1].long())
 
     handles = [layer.mlp.gate.register_forward_hook(count) for layer in model.llm.layers]
     try:
@@ -150,15 +150,37 @@ def counted(model: Inkling) -> Iterator[list[Tensor]]:
             handle.remove()
 
 
-def load_of(counts: list[Tensor], plan: Plan, rank: int, pairs: int) -> Load:
+@contextmanager
+def imposed(model: Inkling, routes: list[Tensor]) -> Iterator[None]:
+    """Within, all tokens go to these experts [T, k], layer by layer; routers run, and their choice is not heard.
+
+    An empty list imposes nothing.
+    """
+
+    def heard(moe: ShardedMoE, ids: Tensor) -> Callable[..., Tensor]:
+        owned = moe.owned
+        return lambda h, weights, _: owned(h, weights, ids)
+
+    moes = [layer.mlp for layer, _ in zip(model.llm.layers, routes, strict=False)]
+    for moe, ids in zip(moes, routes, strict=True):
+        moe.owned = heard(moe, ids)
+    try:
+        yield
+    finally:
+        for moe in moes:
+            del moe.owned
+
+
+def load_of(routes: list[Tensor], E: int, plan: Plan, rank: int, pairs: int) -> Load:
     """Of this rank and of every layer's busiest, means over layers and passes.
 
-    pairs: of tokens and experts in a layer, should routes of this rank's tokens alone have been counted.
+    pairs: of tokens and the E experts in a layer, should routes of this rank's tokens alone have been counted.
     """
-    chosen = torch.stack(counts).cpu()
-    chosen *= pairs / chosen.sum(dim=1, keepdim=True)
-    parts = torch.zeros(chosen.shape[1], plan.n_ep)
-    for expert, ranks in enumerate(owners(plan, chosen.shape[1])):
+    ids = torch.stack([some.flatten() for some in routes])
+    chosen = torch.zeros(len(ids), E, device=ids.device).scatter_add_(1, ids, torch.ones_like(ids, dtype=torch.float))
+    chosen = chosen.cpu() * (pairs / ids.shape[1])
+    parts = torch.zeros(E, plan.n_ep)
+    for expert, ranks in enumerate(owners(plan, E)):
         parts[expert, ranks[0] // plan.etp] = 1
     visited, asked = (chosen > 0).float() @ parts, chosen @ parts
     mine = rank // plan.etp
@@ -214,6 +236,7 @@ class Run:
         self.plan, self.rank, self.traffic = model.mesh.plan, model.mesh.rank, model.mesh.traffic
         self.device, self.on_gpu = Device(found["copy"], found["matrix"]), model.device.type == "cuda"
         self.cases = CASES[model.device.type]
+        self.routes: list[Tensor] = []  # of the first prefill, for the second one
 
     def attempt(self, name: str, measure: Callable[[], str], case: dict[str, Any] | None = None) -> None:
         """One case, if there is time; it says what it found, and what goes wrong is in the file.
@@ -252,6 +275,10 @@ class Run:
         e = estimate(config, plan, tokens, context, rows, device=self.device, routing=routing)
         return e, by_section(e, config, plan, rows * tokens, self.device)
 
+    def load_of(self, routes: list[Tensor], pairs: int) -> Load:
+        """Of this rank."""
+        return load_of(routes, self.model.config.text.n_routed_experts, self.plan, self.rank, pairs)
+
     def random_ids(self, rows: int, tokens: int) -> Tensor:
         device, used = self.model.device, self.model.config.text.unpadded_vocab_size
         return torch.randint(used, (rows, tokens), generator=torch.Generator(device).manual_seed(0), device=device)
@@ -261,23 +288,23 @@ class Run:
         case = {"backend": backend, "rows": rows, "context": context, "tokens": tokens}
 
         def measure() -> str:
-            with counted(self.model) as counts:
+            with counted(self.model) as routes:
                 own = measure_filled(self.model, rows, context, STEPS, tokens)
             # A graph's collectives were counted while it ran once and while it was captured.
             on_top = self.traffic.seconds["capture"] / 2 if self.on_gpu else self.traffic.seconds["decode"] / STEPS
             memory = self.memory(own["memory"]["cache_bytes"])
             graph = {"graph_seconds": median(own["replay_seconds"])} if "replay_seconds" in own else {}
-            return self.keep_decode(case | graph, own["step_seconds"], counts, on_top, memory)
+            return self.keep_decode(case | graph, own["step_seconds"], routes, on_top, memory)
 
         self.attempt(f"{backend}, decode {rows} x {tokens} at {context}", measure, case)
 
     def keep_decode(
-        self, case: dict[str, Any], seconds: list[float], counts: list[Tensor], on_top: float, memory: int
+        self, case: dict[str, Any], seconds: list[float], routes: list[Tensor], on_top: float, memory: int
     ) -> str:
         """A row of what was found."""
         rows, context, tokens = (case[name] for name in ("rows", "context", "tokens"))
         pairs = rows * tokens * self.model.config.text.num_experts_per_tok
-        routing = load_of(counts, self.plan, self.rank, pairs)
+        routing = self.load_of(routes, pairs)
         e, limits = self.paper(rows, context + tokens, tokens, routing)
         limit = total(limits)
         self.found["decode"].append(
@@ -303,7 +330,7 @@ class Run:
             step.graph = graph
 
         self.traffic.phase = "decode"
-        with counted(self.model) as counts:
+        with counted(self.model) as routes:
             one_by_one()
         self.traffic.phase = "a profile"
         try:
@@ -311,7 +338,7 @@ class Run:
         except InputError as error:  # what is counted for nobody is then among the launches
             self.found["trouble"][f"{backend}, profile {rows} x 1 at {context}"] = f"no graph: {error}"
             calls = launches(step, one_by_one)
-        routing = load_of(counts, self.plan, self.rank, rows * self.model.config.text.num_experts_per_tok)
+        routing = self.load_of(routes, rows * self.model.config.text.num_experts_per_tok)
         _, limits = self.paper(rows, context + 1, 1, routing)
         return self.keep_profile(backend, "decode", rows, context, calls, limits)
 
@@ -347,35 +374,40 @@ class Run:
         return f"{count:.0f} launches, {count / L:.1f} a layer, {1e3 * seconds:.3f} ms in kernels"
 
     def prefill(self, backend: str, way: str) -> str:
-        """One prompt, by the operations of a step, launched one by one and, on a GPU, as a graph; its profile too."""
+        """One prompt, by the operations of a step, launched one by one and, on a GPU, as a graph; its profile too.
+
+        Whichever way comes second goes by the routes of the first: else each has other values, so other experts to run.
+        """
         model, T = self.model, self.cases.prefill
         plan = replace(self.plan, sequence=way == "sequence")
         model.current.plan = plan
         try:
             step = DecodeStep(model, 1, T + 8)
             ids = self.random_ids(1, T)
-            self.traffic.phase = "prefill"
-            with counted(model) as counts:
-                step.prefill(ids)
-            on_top = self.traffic.seconds["prefill"]
-            self.traffic.phase = "the same again"
-            times, launched = seconds_of(step, ids), {}
-            pairs = T * model.config.text.num_experts_per_tok
-            routing = load_of(counts, self.plan, self.rank, pairs)
-            _, limits = self.paper(1, T, T, routing, plan)
-            del limits[UNEMBEDDING]
-            limit = total(limits)
 
             def call() -> None:
                 step.reset()
                 step.prefill(ids)
 
-            calls = launches(step, call, repeats=1)
-            if self.on_gpu:
-                launched = {"launched_seconds": median(times)}
-                step.reset()
-                step.capture_prefill(T)
-                times = seconds_of(step, ids)
+            with model.mesh.tp.arrived(), imposed(model, self.routes):
+                self.traffic.phase = "prefill"
+                with counted(model) as found:
+                    step.prefill(ids)
+                on_top = self.traffic.seconds["prefill"]
+                self.traffic.phase = "the same again"
+                self.routes = self.routes or found
+                times, launched = seconds_of(step, ids), {}
+                calls = launches(step, call, repeats=1)
+                if self.on_gpu:
+                    launched = {"launched_seconds": median(times)}
+                    step.reset()
+                    step.capture_prefill(T)
+                    times = seconds_of(step, ids)
+            pairs = T * model.config.text.num_experts_per_tok
+            routing = self.load_of(self.routes, pairs)
+            _, limits = self.paper(1, T, T, routing, plan)
+            del limits[UNEMBEDDING]
+            limit = total(limits)
             memory = self.memory(step.num_bytes)
         finally:
             model.current.plan = self.plan
@@ -397,7 +429,7 @@ class Run:
             case, times = Case(rows, context, tokens), []
             call = growing(model, *filled(model, case), head=True)
             self.traffic.phase = "decode"
-            with counted(model) as counts:
+            with counted(model) as routes:
                 call()
             on_top = self.traffic.seconds["decode"]
             self.traffic.phase = "the same again"
@@ -406,9 +438,9 @@ class Run:
                 call()
                 times.append(waited(model.device) - start)
             memory = self.memory(0)
-            line = self.keep_decode(own, times, counts, on_top, memory)
+            line = self.keep_decode(own, times, routes, on_top, memory)
             if (rows, context, tokens) == self.cases.compared[0]:
-                routing = load_of(counts, self.plan, self.rank, rows * tokens * model.config.text.num_experts_per_tok)
+                routing = self.load_of(routes, rows * tokens * model.config.text.num_experts_per_tok)
                 _, limits = self.paper(rows, context + tokens, tokens, routing)
                 found = launches(model, call, repeats=1)
                 line += "; " + self.keep_profile("reference", "decode", rows, context, found, limits)
