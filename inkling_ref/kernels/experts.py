@@ -262,17 +262,19 @@ def _released_product(
 @triton.jit
 @no_type_check
 def _combine(part_ptr, id_ptr, out_ptr, D, origin, E, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
+    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    first_pair, stops = tl.program_id(1) * TOP_K, ()
+    for i in tl.static_range(TOP_K):  # no branches: many loads go out together
+        here = _local(tl.load(id_ptr + first_pair + i), origin, E) >= 0
+        stops = stops + (tl.where(here, D, 0),)  # noqa: RUF005
+    if PDL:  # the products have waited for the ids
         gdc_wait()
         gdc_launch_dependents()
-    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    row = tl.program_id(1)
     total = tl.zeros([BLOCK], tl.float32)
     for i in tl.static_range(TOP_K):
-        pair = row * TOP_K + i
-        stop = tl.where(_local(tl.load(id_ptr + pair), origin, E) >= 0, D, 0)  # no branch: many loads go out together
-        total += tl.load(part_ptr + pair * D + columns, mask=columns < stop, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * D + columns, total.to(out_ptr.dtype.element_ty), mask=columns < D)
+        part = tl.load(part_ptr + (first_pair + i) * D + columns, mask=columns < stops[i], other=0.0)
+        total += part.to(tl.float32)
+    tl.store(out_ptr + tl.program_id(1) * D + columns, total.to(out_ptr.dtype.element_ty), mask=columns < D)
 
 
 def plan(

@@ -241,8 +241,12 @@ def _item_product(
     words = word_ptr + (expert.to(gl.int64) * TILES + tile) * (UNITS * 2048) + (i // 512 * (512 * PARTS) + i % 512)
     scales = scale_ptr + (expert * TILES + tile) * (STEPS * S_STEP) + gl.arange(0, S_STEP, layout=SCALES)
     w, s = gl.load(words), gl.load(scales)
+    if NVFP4 and ONE:  # few programs: what the end needs has to come while they are busy
+        amax, denominator = gl.load(amax_ptr + expert), gl.load(denominator_ptr)
     if not FIRST:
         _asm(WAIT)
+        if ONE:
+            weight = gl.load(weight_ptr + item)
     k = gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, X))
     if ONE:
         LINE: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
@@ -288,7 +292,9 @@ def _item_product(
             x = x_next
     _asm(LAUNCH)
     if NVFP4:
-        acc = acc * (gl.load(amax_ptr + expert) / gl.load(denominator_ptr) * UNSCALED)
+        if not ONE:
+            amax, denominator = gl.load(amax_ptr + expert), gl.load(denominator_ptr)
+        acc = acc * (amax / denominator * UNSCALED)
     else:
         acc = acc * UNSCALED
     by_row = gl.reshape(acc, [4, 2, 8, 8])  # warp, r, g, n
@@ -302,7 +308,9 @@ def _item_product(
     rows = tile * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
     n = gl.arange(0, 8, layout=gl.SliceLayout(0, OUT))
     pairs = gl.where(n == 0, item, -1) if ONE else gl.load(slot_ptr + item * 8 + n)
-    if not FIRST:
+    if ONE and not FIRST:
+        y = y * weight
+    elif not FIRST:
         y = y * gl.load(weight_ptr + pairs, mask=pairs >= 0, other=0.0)[None, :]
     mask = (pairs >= 0)[None, :] & (rows < WIDTH)[:, None]
     gl.store(out_ptr + (pairs * WIDTH)[None, :] + rows[:, None], y.to(out_ptr.dtype.element_ty), mask=mask)
