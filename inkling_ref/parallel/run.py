@@ -43,6 +43,7 @@ from .synthetic import synthetic, synthetic_drafter
 
 ALONE = "one rank's compute; collectives modelled, not run"
 _RSS_UNIT = 1 if sys.platform == "darwin" else 1024
+WARM = 100  # replays before steps are timed: a GPU that waited for a compiler takes a while to come to its clock
 GRAPH = "a step is one CUDA graph; its collectives are counted, not timed, and its pairs of experts are not counted"
 TOGETHER = "all ranks run; seconds in collectives include waiting for other ranks"
 
@@ -313,11 +314,15 @@ def measure_filled(model: Inkling, rows: int, context: int, steps: int, tokens: 
     """
     model.mesh.traffic.phase = "making the step"
     step = ready(DecodeStep(model, rows, context + (steps + 1) * tokens, tokens))
-    step.fill([context] * rows)
-    model.mesh.traffic.phase = "decode"
     generator = torch.Generator(device=model.device).manual_seed(0)
     used, seconds = model.config.text.unpadded_vocab_size, []
     ids = torch.randint(used, (steps + 1, rows, tokens), generator=generator, device=model.device)
+    if step.graph is not None:
+        step(ids[0])
+        for _ in range(WARM):  # a number, not a time: ranks have to make as many
+            replay(step)
+    step.fill([context] * rows)
+    model.mesh.traffic.phase = "decode"
     for some in ids[:steps]:
         start = waited(model.device)
         step(some)
