@@ -30,8 +30,8 @@ where tokens are drafted, C is the drafter's context, N are the slots of a block
 those of one round, k a place among them, r the rank of its head.
 
 A component is a stem: `inkling_ref/short_conv.py`, `tests/test_short_conv.py` and so on. They import downwards only:
-errors, config, residual, then short_conv, quantization and vision, then attention and moe, then backends and cache,
-model, dspark, then fused, tensor_files and chat, checkpoint and decode_step, draft_files, sampling and stepping,
+errors, files and config, residual, then short_conv, quantization and vision, then attention and moe, then backends and
+cache, model, dspark, then fused, tensor_files and chat, checkpoint and decode_step, draft_files, sampling and stepping,
 speculative and draft_step, generation, cli and notebook.
 Names below load on first use, so that importing the package, or asking the command line for help, does not wait for
 torch.

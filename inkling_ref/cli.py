@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 import typer
 
 from .errors import InputError
+from .files import check_access, check_file, whole_file
 
 if TYPE_CHECKING:
     from .chat import Tokenizer
@@ -296,23 +297,7 @@ def _check_writable(folder: Path) -> None:
         nearest = next(p for p in (place, *place.parents) if p.exists())
         if not nearest.is_dir():
             raise InputError(f"{nearest}: a file, expected a folder")
-        _check_access(nearest)
-
-
-def _check_access(folder: Path) -> None:
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise InputError(f"{folder}: cannot be written to, expected a folder that can")
-
-
-def check_file(path: Path, what: str) -> None:
-    """That a file can be put there: said before the work, not after."""
-    if path.exists() and not path.is_file():
-        kind = "a folder" if path.is_dir() else "no regular file"
-        raise InputError(f"{path}: {kind}, expected the name of a file for the {what}")
-    folder = path.absolute().parent
-    if not folder.is_dir():
-        raise InputError(f"{folder}: not found, expected a folder for the {what}")
-    _check_access(folder)
+        check_access(nearest)
 
 
 @app.command("train-nano")
@@ -769,7 +754,6 @@ def compare(
         from .measure import compare as comparing
         from .measure import report
         from .measure.adapters import recorded
-        from .tensor_files import whole_file
 
     if len(port) > 1 and map_file is None:
         raise InputError(f"compare: {len(port)} dumps of the port, expected one trace, or --map")

@@ -23,8 +23,9 @@ from .config import InklingConfig, TextConfig
 from .draft_config import DSparkConfig
 from .dspark import Drafter
 from .errors import InputError, listed
+from .files import whole_file
 from .model import Inkling
-from .tensor_files import WEIGHTS, CheckpointReader, Layout, Part, read_json, whole_file, write_file
+from .tensor_files import WEIGHTS, CheckpointReader, Layout, Part, read_json, write_file
 
 FILE, SECTION = "mtp.safetensors", "mtp_config"
 _SECTIONS = (SECTION, "dspark_config", "dflash_config")

@@ -44,8 +44,8 @@ from . import __version__
 from .chat import Tokenizer
 from .checkpoint import load
 from .errors import InputError
+from .files import whole_file
 from .model import Inkling
-from .tensor_files import whole_file
 
 NANO = Path(__file__).parent / "data" / "nano"
 WIDGET = "application/vnd.jupyter.widget-view+json"  # dead in a saved notebook

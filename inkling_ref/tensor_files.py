@@ -16,11 +16,9 @@ import itertools
 import json
 import math
 import operator
-import os
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -252,28 +250,6 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise InputError(f"{path}: expected a JSON object, got {type(data).__name__}")
     return data
-
-
-@contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
-    """A hidden name beside `path`, which is moved there if all goes well: nobody meets half a file.
-
-    Raises:
-        InputError: what stands there is no file: a move would put one in a device's place.
-    """
-    path = path.resolve()
-    if path.exists() and not path.is_file():
-        raise InputError(f"{path}: is there and no regular file, expected the name of a file to write")
-    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
-    try:
-        yield partial
-        os.replace(partial, path)
-    except OSError as error:
-        if error.filename == str(partial):  # a name that nobody knows
-            error.filename = str(path)
-        raise
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)

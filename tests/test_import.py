@@ -15,7 +15,7 @@ MODULES = {path.stem: path for path in PACKAGE.glob("*.py") if path.stem != "__i
 # A module imports from earlier lines only.
 ORDER = [
     {"errors"},
-    {"config"},
+    {"files", "config"},
     {"residual", "draft_config"},
     {"short_conv", "quantization", "vision"},
     {"attention", "moe"},

@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import shutil
 import warnings
 
@@ -24,7 +23,6 @@ from inkling_ref.tensor_files import (
     Part,
     read_header,
     read_json,
-    whole_file,
     write_file,
 )
 
@@ -377,21 +375,3 @@ def test_json_that_is_nested_too_deeply_is_named(tmp_path):
     (tmp_path / "deep.safetensors").write_bytes(len(deep).to_bytes(8, "little") + deep)
     with pytest.raises(InputError, match=r"deep\.safetensors: expected a safetensors header"):
         read_header(tmp_path / "deep.safetensors")
-
-
-def test_no_file_takes_the_place_of_a_pipe_or_a_folder(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "link").symlink_to("pipe")
-    before = sorted(p.name for p in tmp_path.iterdir())
-    for name in before:
-        with pytest.raises(InputError, match="no regular file, expected"), whole_file(tmp_path / name) as partial:
-            partial.write_text("x")
-    assert sorted(p.name for p in tmp_path.iterdir()) == before
-    assert (tmp_path / "pipe").is_fifo()
-
-
-def test_a_file_that_cannot_be_written_is_named_as_it_was_asked_for(tmp_path):
-    with pytest.raises(OSError, match="No such file") as caught, whole_file(tmp_path / "none" / "out") as partial:
-        partial.write_text("x")
-    assert caught.value.filename == str(tmp_path / "none" / "out")

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from helpers import IMAGE, logits, random_ids, random_model, relative_rms, unche
 from torch import Tensor
 
 import inkling_ref as ir
-from inkling_ref import attention, cli, residual, tensor_files
+from inkling_ref import attention, cli, residual
 from inkling_ref.backends import Backend
 from inkling_ref.errors import InputError
 from inkling_ref.measure import trace as tracing
@@ -443,7 +444,7 @@ def test_writing_that_fails_leaves_no_file(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(tensor_files.os, "replace", full)
+    monkeypatch.setattr(os, "replace", full)
     with pytest.raises(OSError, match="No space"):
         trace.save(tmp_path / "trace.safetensors")
     assert not list(tmp_path.iterdir())

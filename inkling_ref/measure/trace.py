@@ -37,10 +37,11 @@ from .. import __version__, attention, residual, vision
 from ..backends import Backend
 from ..config import InklingConfig
 from ..errors import InputError
+from ..files import whole_file
 from ..generation import read_rows
 from ..moe import ExpertMatrix
 from ..quantization import dtype_name
-from ..tensor_files import CheckpointReader, Layout, Part, whole_file, write_file
+from ..tensor_files import CheckpointReader, Layout, Part, write_file
 from .sections import SECTIONS, name_of
 
 KEY = "inkling_trace"  # of the manifest in a file's metadata

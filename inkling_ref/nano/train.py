@@ -48,10 +48,10 @@ from ..cache import Step
 from ..chat import END_SAMPLING, Tokenizer
 from ..config import InklingConfig
 from ..errors import InputError
+from ..files import whole_file
 from ..model import Inkling, TextModel
 from ..quantization import NVFP4, fake_mxfp8_weight, fake_nvfp4_weight
 from ..residual import rms_norm
-from ..tensor_files import whole_file
 from ..vision import LEVEL_CENTRE, LEVEL_SCALE, PAD_LEVEL
 from . import rows
 from .muon import Muon

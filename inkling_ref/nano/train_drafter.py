@@ -44,11 +44,11 @@ from ..draft_config import DSparkConfig
 from ..draft_files import save_drafter
 from ..dspark import Drafter, observe
 from ..errors import InputError
+from ..files import whole_file
 from ..generation import generate
 from ..model import Inkling
 from ..sampling import check_count
 from ..speculative import Drafting
-from ..tensor_files import whole_file
 from . import rows
 from .rows import ANSWER, Row
 from .tasks import TASKS

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from .. import chat
 from ..errors import InputError
-from ..tensor_files import whole_file
+from ..files import whole_file
 from .rows import Encoder, generator, make_row, short_plan
 
 SHIPPED = Path(__file__).parent.parent / "data" / "nano"  # the folder of the shipped tokenizer.json and checkpoint

@@ -37,8 +37,8 @@ from torch import Tensor
 
 from ..config import FULL, SLIDING, InklingConfig
 from ..errors import InputError
+from ..files import whole_file
 from ..model import Inkling
-from ..tensor_files import whole_file
 from .apply import TIMEOUT, Mesh
 from .collectives import Group, Link, entering, moment, seconds_between
 from .estimate import all_reduce, estimate

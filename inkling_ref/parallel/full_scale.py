@@ -41,10 +41,10 @@ import typer
 from torch import Tensor
 
 from ..backends import Backend
-from ..cli import check_file
 from ..config import InklingConfig
 from ..decode_step import DecodeStep
 from ..errors import InputError
+from ..files import check_file, whole_file
 from ..measure.bench.harness import L2_BYTES, rates, said
 from ..measure.bench.layer import Case, filled, growing
 from ..measure.launches import Launch, launches
@@ -60,7 +60,6 @@ from ..measure.ranges import (
     UNEMBEDDING,
 )
 from ..model import Inkling
-from ..tensor_files import whole_file
 from .apply import Mesh
 from .arms import compiled, release_experts, use
 from .collectives import Link, Traffic, waited

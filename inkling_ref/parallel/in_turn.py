@@ -41,15 +41,15 @@ from torch.nn import functional as F
 
 from ..backends import Backend, get_backend
 from ..checkpoint import empty_model, layer_formats
-from ..cli import INTERRUPTED, check_file
+from ..cli import INTERRUPTED
 from ..config import FULL, SLIDING, InklingConfig
 from ..decode_step import DecodeStep
 from ..errors import InputError
+from ..files import check_file, whole_file
 from ..measure.bench.harness import relative_rms, typical_rms
 from ..model import Inkling
 from ..moe import Router
 from ..residual import wide
-from ..tensor_files import whole_file
 from .apply import Mesh, parallelize
 from .collectives import CollectiveError, Group, Traffic
 from .plan import Plan

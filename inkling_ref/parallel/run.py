@@ -30,8 +30,8 @@ from ..checkpoint import layer_formats
 from ..config import InklingConfig
 from ..decode_step import DecodeStep
 from ..errors import InputError
+from ..files import whole_file
 from ..model import Inkling
-from ..tensor_files import whole_file
 from .apply import Mesh, load
 from .arms import compiled, use
 from .collectives import Link, entering, moment, seconds_between, waited

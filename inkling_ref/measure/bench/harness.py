@@ -25,6 +25,7 @@ from .. import cost
 
 L2_BYTES = 60e6  # of an H200
 REPLAYS = 9
+WARM_SECONDS = 0.5
 D, H, G, d, R, X, W = 4608, 48, 8, 128, 16, 1024, 1024  # Inkling 2 Small
 E, K_EXPERTS, I = 384, 8, 2304
 BF16 = torch.bfloat16
@@ -75,12 +76,18 @@ def launched_seconds(calls: list[Callable[[], object]]) -> float:
 def rates(device: str = "cuda") -> tuple[float, float]:
     """What a device reaches: bytes a second of a copy, read and written, and FLOP/s of a product, on a GPU in bfloat16.
 
-    A CPU is asked for little.
+    A CPU is asked for little. A GPU, which may have waited for compilers, first copies for a while.
     """
     on_gpu = device == "cuda"
     count, n, dtype, seconds = (2**28, 8192, BF16, graph_seconds) if on_gpu else (2**22, 512, None, clock_seconds)
     x, y = torch.randn(count, device=device), torch.empty(count, device=device)
-    copy = 2 * x.nbytes / seconds([lambda: torch.mul(x, 1, out=y)] * 4)
+    calls = [lambda: torch.mul(x, 1, out=y)] * 4
+    if on_gpu:
+        until = time.monotonic() + WARM_SECONDS
+        while time.monotonic() < until:
+            calls[0]()
+            torch.cuda.synchronize()
+    copy = 2 * x.nbytes / seconds(calls)
     a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
     return copy, 2 * n**3 / seconds([lambda: a @ b] * 4)
 

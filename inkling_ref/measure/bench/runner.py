@@ -28,7 +28,7 @@ import torch
 
 from ...backends import get_backend
 from ...errors import InputError
-from ...tensor_files import whole_file
+from ...files import whole_file
 from .harness import KINDS
 
 GROUP_SECONDS = 60.0  # one group may measure for so long
