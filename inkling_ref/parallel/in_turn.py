@@ -331,10 +331,12 @@ def check_slice(
     backend: str = "torch",
     experts: str = "nvfp4+mxfp8",
     alone: bool = False,
+    say: Callable[[str], None] = lambda line: None,
 ) -> Iterator[dict[str, Any]]:
     """Rows of errors: of the reference in float32, then of the backend in `dtype`, for every form and kind of call.
 
     alone: only of the backend; the reference's ranks, which dequantise expert by expert, take most of the time.
+    say: shows what is being done before the first row, which can take minutes.
 
     ranks, single: of all ranks, and of one device, from the exact; apart: of the ranks from the one device. "rms" is
     over all tokens, "typical" the median of single ones. Of greedy tokens and of chosen experts the share that differs.
@@ -352,17 +354,21 @@ def check_slice(
         mesh = Mesh.stand_in(plan, rank)
         return synthetic(config, mesh, device, dtype, "torch", experts, cut_from_whole=plan.world > 1)
 
+    say("one device, torch float32: layers")
     whole, single = made(Plan(), 0), {}
     reference = Called(bound(_prepare(whole, "torch", torch.float32)), ids, None)
     exact, chosen = reference.by_layers(), reference.routes.chosen
     del reference
     for arm in arms:
+        ways = ("step",) if alone and arm != (backend, dtype) else ("step", "layers")  # the tokens are needed
+        say(f"one device, {arm[0]} {_name(arm[1])}: {', '.join(ways)}")
         _prepare(whole, *arm)
-        single[arm] = {way: Called(bound(whole, None, arm[0]), ids, chosen).by(way) for way in ("step", "layers")}
+        single[arm] = {way: Called(bound(whole, None, arm[0]), ids, chosen).by(way) for way in ways}
     exact["tokens"] = next(iter(single.values()))["step"][0]["tokens"]
     arms = list(arms)[-1:] if alone else arms
     del whole
     gc.collect()
+    say(f"weights of {tp} ranks")
     shards = [made(Plan(tp), rank) for rank in range(tp)]
     for arm in arms:
         for shard in shards:
@@ -372,7 +378,7 @@ def check_slice(
             of_rank = partial(_of_rank, way, shards, arm[0], ids, chosen)
             (first, _), *others = results = in_turn(plan, of_rank)
             expected, others_alone = single[arm][way]
-            row = {"backend": arm[0], "dtype": str(arm[1]).removeprefix("torch."), "form": form}
+            row = {"backend": arm[0], "dtype": _name(arm[1]), "form": form}
             for kind, x in first.items():
                 same, best = expected[kind], exact[kind][:, -x.shape[1] :]
                 yield {
@@ -387,6 +393,10 @@ def _of_rank(
     way: str, shards: list[Inkling], backend: str, ids: Tensor, chosen: list[Tensor], mesh: Mesh
 ) -> tuple[dict[str, Tensor], float]:
     return Called(bound(shards[mesh.rank], mesh, backend), ids, chosen).by(way)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _prepare(model: Inkling, backend: str, dtype: torch.dtype) -> Inkling:
@@ -433,7 +443,11 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     print(f"{'':22}{'ranks':>18}{'one device':>18}{'ranks beside it':>18}")
     heads, config = None, slice_config(asked.preset, asked.layers)
     dtype = torch.bfloat16 if on_gpu else torch.float32
-    for row in check_slice(config, asked.tp, asked.device, dtype, asked.backend, alone=asked.alone):
+
+    def say(line: str) -> None:
+        print(f"[{time.perf_counter() - start:.0f} s] {line}", file=sys.stderr)
+
+    for row in check_slice(config, asked.tp, asked.device, dtype, asked.backend, alone=asked.alone, say=say):
         if heads != (heads := (row["backend"], row["dtype"])):
             print(*heads)
         cells = ("".join(f"{x:9.1e}" for x in row.get(who, {}).values()) for who in WHO)
