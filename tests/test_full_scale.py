@@ -33,6 +33,7 @@ from inkling_ref.parallel.full_scale import (
     measure,
     table,
 )
+from inkling_ref.parallel.layers import ShardedMoE
 from inkling_ref.parallel.plan import Plan
 from inkling_ref.parallel.synthetic import synthetic
 
@@ -123,6 +124,22 @@ def test_what_fails_is_said_and_the_rest_goes_on(short, monkeypatch):
     }  # fmt: skip
     assert len(found["prefill"]) == 2
     assert "RuntimeError: out of memory" in table(found)
+
+
+@unchecked()
+def test_the_second_way_to_read_a_prompt_goes_by_the_routes_of_the_first(short, monkeypatch):
+    def listening(moe, h, weights, ids):
+        if moe.world.traffic.phase == "prefill":
+            heard.append(ids)
+        return owned(moe, h, weights, ids)
+
+    heard, owned, L = [], ShardedMoE.owned, short.num_hidden_layers
+    monkeypatch.setattr(ShardedMoE, "owned", listening)
+    found = measure(2, 1, 0.0, "tiny", device="cpu", against=())
+    assert not found["trouble"]
+    assert len(heard) == 2 * L
+    assert all(torch.equal(first, second) for first, second in zip(heard[:L], heard[L:], strict=True))
+    assert found["prefill"][0]["pairs_share"] == found["prefill"][1]["pairs_share"]
 
 
 def test_the_table_of_a_gpu_holds_results_against_goals():
@@ -231,6 +248,38 @@ def test_compiled_operations_give_what_the_reference_gives(traced):
     assert model.llm.layers[0].mlp.skips
     use(model, Backend())
     assert not model.llm.layers[0].mlp.skips
+
+
+@unchecked()
+def test_a_captured_step_is_replayed_before_it_is_filled_and_timed(monkeypatch):
+    class Graph:
+        """In place of a CUDA graph: it does its step, and notes where."""
+
+        def __init__(self, step):
+            self.step, self.places = step, []
+
+        def replay(self):
+            step = self.step
+            self.places.append(step.lengths.tolist())
+            step.captured_hidden, step.captured_taps = step.forward(), {}
+            step.best = step.captured_hidden.argmax(dim=-1)
+
+    def ready(step):
+        step.graph = Graph(step)
+        graphs.append(step.graph)
+        return step
+
+    graphs = []
+    monkeypatch.setattr(run, "ready", ready)
+    monkeypatch.setattr(run, "WARM", 4)
+    model = synthetic(text_config(), Mesh.stand_in(Plan(2), 1), experts="bf16")
+    with counted(model) as routes:
+        found = run.measure_filled(model, 2, 30, 3, 5)
+    (graph,) = graphs
+    assert graph.places == [[0, 0]] * (1 + 4) + [[30, 30], [35, 35], [40, 40]] + [[40, 40]] * (3 + 1)
+    assert graph.step.ends == [50, 50]  # after one step more, not by the graph
+    assert len(found["step_seconds"]) == len(found["replay_seconds"]) == 3
+    assert {some.shape for some in routes} == {(2 * 5, model.config.text.num_experts_per_tok)}
 
 
 @unchecked()

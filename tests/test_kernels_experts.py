@@ -395,6 +395,41 @@ def test_experts_refuse_what_they_cannot_read():
 
 
 @needs_device
+@pytest.mark.parametrize(
+    ("E", "k", "ways"),
+    [
+        (48, 8, {1: "token", 2: "pairs", 8: "pairs", 9: "few", 256: "few", 257: "many"}),  # Small on 8 ranks
+        (96, 8, {1: "token", 4: "pairs", 5: "few"}),
+        (192, 8, {1: "token", 2: "pairs", 3: "few"}),
+        (8, 4, {1: "token", 16: "pairs", 17: "few"}),  # nano on 2
+        (49, 1, {1: "token", 62: "pairs", 63: "few"}),
+    ],
+    ids=str,
+)
+def test_which_way_repacked_experts_go(E, k, ways, monkeypatch):
+    """On a rank; where all experts are, one token goes the way of a few."""
+    found = []
+    for way in ("token", "pairs", "few", "many"):
+        monkeypatch.setattr(kernel, f"_packed_{way}", lambda call, way=way: found.append((way, call.origin)) or call.x)
+    monkeypatch.setattr(kernel, "capability_major", lambda device: 9)
+    monkeypatch.setattr(kernel, "FLOATS", (torch.bfloat16, torch.float32))  # the interpreter's are without it
+    matrices = [
+        ExpertMatrix(*(t.to(DEVICE) for t in packing.pack(random_bytes(MXFP8, E, *shape)) if t is not None))
+        for shape in ((64, 32), (32, 32))
+    ]
+
+    def run(op, N):
+        h = torch.zeros(N, 32, dtype=torch.bfloat16, device=DEVICE)
+        weights, ids = torch.zeros(N, k, device=DEVICE), torch.zeros(N, k, dtype=torch.int64, device=DEVICE)
+        assert op(h, weights, ids, *matrices, 4.0, 25.0).shape == h.shape
+        return found.pop()
+
+    for N, way in ways.items():
+        assert run(kernel.experts.of_rank(3), N) == (way, 3)
+        assert run(kernel.experts, N) == ("many" if way == "many" else "few", 0)
+
+
+@needs_device
 def test_no_token_is_no_work():
     h, weights, ids, *rest = problem(NVFP4, 2, 3, 64, 32, 2, torch.float32)
     for op in (kernel.experts, kernel.of_rank(5)):

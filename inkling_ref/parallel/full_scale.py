@@ -160,7 +160,7 @@ def imposed(model: Inkling, routes: list[Tensor]) -> Iterator[None]:
         owned = moe.owned
         return lambda h, weights, _: owned(h, weights, ids)
 
-    moes = [layer.mlp for layer, _ in zip(model.llm.layers, routes, strict=False)]
+    moes = [layer.mlp for layer in model.llm.layers] if routes else []
     for moe, ids in zip(moes, routes, strict=True):
         moe.owned = heard(moe, ids)
     try:
@@ -693,7 +693,7 @@ def main(
     tp: Annotated[int, typer.Option(help="Ranks that share the model: tensor and expert parallel.")] = 8,
     rank: Annotated[int, typer.Option(help="The one that is measured.")] = 0,
     skew: Annotated[float, typer.Option(help="Fall of the router's bias from the first expert to the last.")] = 0.0,
-    preset: Annotated[Literal["small", "nano", "tiny"], typer.Option(help="The model's sizes.")] = "small",
+    preset: Annotated[Literal["small", "nano"], typer.Option(help="The model's sizes.")] = "small",
     json_file: Annotated[
         Path | None, typer.Option("--json", help="The file of all runs; this one is put there.")
     ] = None,

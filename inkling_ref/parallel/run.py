@@ -310,7 +310,8 @@ def measure_filled(model: Inkling, rows: int, context: int, steps: int, tokens: 
     """`steps` steps of random ids after `context` positions that nobody has read: seconds of each, and as `measure`.
 
     Of a graph also `replay_seconds`: of as many replays one after the other, in which the device waits for nobody. And
-    one step more is launched operation by operation, to count pairs of tokens and experts.
+    one step more is launched operation by operation, to count pairs of tokens and experts. Before
+    all, a graph is replayed WARM times, untimed.
     """
     model.mesh.traffic.phase = "making the step"
     step = ready(DecodeStep(model, rows, context + (steps + 1) * tokens, tokens))
