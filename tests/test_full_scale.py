@@ -294,6 +294,12 @@ def test_run_on_compiled_operations(short, monkeypatch, tmp_path):
     assert made == [(1, 40)]
 
 
+def test_the_only_rank_of_one_exchanges_nothing(tmp_path, capsys):
+    line = ["run", "--synthetic", "nano", "--only-rank", 0, "--graph", "--filled", "--context", 9]
+    assert command([str(word) for word in [*line, "--max-new-tokens", 1, "--out", tmp_path / "report.json"]]) == 0
+    assert "modelled, on top: nothing\n" in capsys.readouterr().err
+
+
 def test_experts_return_to_the_released_layout_to_the_bit():
     packing = pytest.importorskip("inkling_ref.kernels.packing")
     model = synthetic(InklingConfig.nano(), Mesh.stand_in(Plan(2), 1))

@@ -327,7 +327,11 @@ def combine(
     E: int,
     pdl: bool = False,
 ) -> Float[Tensor, "N D"]:
-    """`out`, filled with the sums of each token's rows: those of the E experts from `origin` on."""
+    """`out`, filled with the sums of each token's rows: those of the E experts from `origin` on.
+
+    pdl: launched before the kernel in front has ended (Hopper). That one, or one before it, has to have waited for
+    `ids`, which are read at once.
+    """
     (N, D), block = out.shape, 128 * 16 // part.element_size()  # 16 bytes a thread of each row
     _combine[(cdiv(D, block), N)](
         part, ids, out, D, origin, E, TOP_K=ids.shape[1], BLOCK=block, PDL=pdl, num_warps=4, launch_pdl=pdl

@@ -229,9 +229,10 @@ def summary(report: dict[str, Any]) -> list[str]:
         lines.append(f"--sequence: {cut} of {passes} prefill calls cut by tokens{why}")
     if "link" in report:
         link, phases = report["link"], report["modelled collective seconds"]
-        of_phases = ", ".join(f"{seconds:.3g} s of {phase}" for phase, seconds in phases.items() if phase != "note")
+        of_phases = [f"{seconds:.3g} s of {phase}" for phase, seconds in phases.items() if phase != "note"]
+        on_top = f"modelled, on top: {', '.join(of_phases) or 'nothing'}"
         at = f"{1e6 * link['alpha']:g} us a call, {link['usable']:.0%} of {link['bandwidth'] / 1e9:g} GB/s"
-        lines += [report["note"], *wrap(f"modelled, on top: {of_phases}", 80, subsequent_indent="  "), f"  at {at}"]
+        lines += [report["note"], *wrap(on_top, 80, subsequent_indent="  "), f"  at {at}"]
     return lines
 
 
