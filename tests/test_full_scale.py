@@ -190,8 +190,9 @@ def test_the_table_of_a_gpu_holds_results_against_goals():
     [
         ((8, 8), "rank 8, expected 0 <= rank < 8"),
         ((5, 0), "tp is 5, expected a divisor of hidden_size"),
+        ((1, 0), "--tp is 1, expected ranks that share the model: 2 or more"),
     ],
-    ids=["rank", "heads"],
+    ids=["rank", "heads", "one rank"],
 )
 def test_refuses(arguments, message):
     with pytest.raises(InputError, match=message):

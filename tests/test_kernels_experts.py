@@ -429,6 +429,20 @@ def test_which_way_repacked_experts_go(E, k, ways, monkeypatch):
         assert run(kernel.experts, N) == ("many" if way == "many" else "few", 0)
 
 
+@formats
+def test_repacked_matrices_have_no_gaps(form):
+    """The kernels read them as one block."""
+    _, _, _, w13, w2, *_ = problem(form, 2, 4, 64, 32, 2, torch.float32)
+    w13, w2 = (
+        packing.pack(ExpertMatrix(*(strided(t) if t is not None and t.ndim else t for t in m))) for m in (w13, w2)
+    )
+    assert kernel._check_matrices(w13, w2, 64, True) == 32
+    for name in ("weight", "scale", "amax") if form == NVFP4 else ("weight", "scale"):
+        views = w13._replace(**{name: strided(getattr(w13, name))})
+        with pytest.raises(InputError, match=rf"w13\.{name} of stride .*, expected no gaps"):
+            kernel._check_matrices(views, w2, 64, True)
+
+
 @needs_device
 def test_no_token_is_no_work():
     h, weights, ids, *rest = problem(NVFP4, 2, 3, 64, 32, 2, torch.float32)

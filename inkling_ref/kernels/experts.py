@@ -357,10 +357,19 @@ def in_natural_order(x: Float[Tensor, "N columns"], nvfp4: bool) -> Float[Tensor
     return _swapped(x, 8 if nvfp4 else 16, 4, x.shape[1])
 
 
+def _summed(run: Callable[..., Tensor], call: Call) -> Tensor:
+    """Both products by `run`, rows [pairs, ...] of which the second's are in float32, and each token's sum."""
+    x, _, ids, w13, w2, _, quantize, origin = call
+    a = run(x, w13, 32 * w13.weight.shape[1], x.dtype, True)
+    a = a if quantize is None else quantize(a)
+    part = run(a, w2, x.shape[1], torch.float32, False)
+    return combine(part, ids, torch.empty_like(x), origin, len(w13.weight), pdl=True)
+
+
 def _packed_few(call: Call) -> Tensor:
     """At the rate of memory."""
-    x, weights, ids, w13, w2, rates, quantize, origin = call
-    (N, D), k, E, one, nvfp4 = x.shape, ids.shape[1], len(w13.weight), len(x) == 1, w13.amax is not None
+    x, weights, ids, w13, _, rates, _, origin = call
+    N, k, E, one, nvfp4 = len(x), ids.shape[1], len(w13.weight), len(x) == 1, w13.amax is not None
     expert, slots = (ids, ids) if one else plan(ids, E, 8, origin, pdl=True)
 
     def run(x: Tensor, matrix: ExpertMatrix, rows: int, dtype: torch.dtype, first: bool) -> Tensor:
@@ -373,15 +382,13 @@ def _packed_few(call: Call) -> Tensor:
         )  # fmt: skip
         return out
 
-    a = run(x, w13, 32 * w13.weight.shape[1], x.dtype, True)
-    a = a if quantize is None else quantize(a)
-    return combine(run(a, w2, D, torch.float32, False), ids, torch.empty_like(x), origin, E, pdl=True)
+    return _summed(run, call)
 
 
 def _packed_pairs(call: Call) -> Tensor:
     """At the rate of memory, a few tokens on a rank."""
-    x, weights, ids, w13, w2, rates, quantize, origin = call
-    (N, D), k, E, nvfp4 = x.shape, ids.shape[1], len(w13.weight), w13.amax is not None
+    x, weights, ids, w13, _, rates, _, origin = call
+    N, k, E, nvfp4 = len(x), ids.shape[1], len(w13.weight), w13.amax is not None
 
     def run(x: Tensor, matrix: ExpertMatrix, rows: int, dtype: torch.dtype, first: bool) -> Tensor:
         out = torch.empty(N * k, rows, dtype=dtype, device=x.device)
@@ -393,9 +400,7 @@ def _packed_pairs(call: Call) -> Tensor:
         )  # fmt: skip
         return out
 
-    a = run(x, w13, 32 * w13.weight.shape[1], x.dtype, True)
-    a = a if quantize is None else quantize(a)
-    return combine(run(a, w2, D, torch.float32, False), ids, torch.empty_like(x), origin, E, pdl=True)
+    return _summed(run, call)
 
 
 def _packed_token(call: Call) -> Tensor:
@@ -505,6 +510,8 @@ def _check_matrices(w13: ExpertMatrix, w2: ExpertMatrix, D: int, packed: bool) -
         parts = zip(ExpertMatrix._fields, matrix, _layout(name, _form(matrix), packed, shape), strict=False)
         for part, t, (dtypes, expected) in parts:
             expect("experts", dtypes, **{f"{name}.{part}": (t, expected)})
+            if packed and not t.is_contiguous():
+                raise InputError(f"triton experts: {name}.{part} of stride {t.stride()}, expected no gaps, as repacked")
     return I
 
 

@@ -221,7 +221,8 @@ def pack(matrix: ExpertMatrix) -> ExpertMatrix:
         if words is None:
             words, scale_bytes = (torch.empty(E, *t.shape, dtype=t.dtype, device=t.device) for t in one)
         words[expert], scale_bytes[expert] = one
-    return ExpertMatrix(words, scale_bytes, matrix.amax, matrix.denominator)
+    amax = matrix.amax.contiguous() if nvfp4 else None  # as the rest: a call that had to copy it would be a launch late
+    return ExpertMatrix(words, scale_bytes, amax, matrix.denominator)
 
 
 def unpack(matrix: ExpertMatrix, N: int, K: int) -> ExpertMatrix:

@@ -66,7 +66,7 @@ from .collectives import Link, Traffic, waited
 from .estimate import ALPHAS, STREAM, Device, Estimate, Load, Work, all_reduce, estimate, load
 from .layers import ShardedMoE
 from .plan import Plan, Share, owners
-from .run import ALONE, measure_filled, ready, replay
+from .run import ALONE, WARM, measure_filled, ready, replay
 from .synthetic import synthetic
 
 K = 1024
@@ -516,9 +516,9 @@ def caveats(model: Inkling, found: dict[str, Any], link: Link) -> list[str]:
         f"{zipf.busiest_visited:.2f}: limits at 32K of {1e3 * paper.compute_seconds:.2f} ms (mean), "
         f"{1e3 * paper.busiest_seconds:.2f} (busiest) and {1e3 * slow.busiest_seconds:.2f} (Zipf).",
         "Weights are random, and of a sum over ranks only this rank's part is there: the values are not the model's, "
-        "its tokens mean nothing. Times depend on no values but the routes, which are counted. That ranks together "
-        "compute the model is shown apart: all ranks of a few layers in turn (parallel.in_turn), and worlds of small "
-        "models (tests).",
+        "its tokens mean nothing. Times depend on no values but the routes, which are counted; both prefills go by "
+        "those of the first. That ranks together compute the model is shown apart: all ranks of a few layers in turn "
+        "(parallel.in_turn), and worlds of small models (tests).",
         f"The other ranks are missing, {plan.world - 1} of {plan.world}: no waiting for a slower one, no messages "
         "that take memory bandwidth and multiprocessors from the kernels, no jitter of hosts. All of that makes a real "
         "step longer.",
@@ -526,7 +526,7 @@ def caveats(model: Inkling, found: dict[str, Any], link: Link) -> list[str]:
         f"released formats; keys and values as large as real ones; every token routes to {k} different of {E} experts.",
         f"All {L} layers run one after the other, each on its own weights: a step of one token reads about "
         f"{paper.bytes / 1e9:.3g} GB at 32K, {paper.bytes / L2_BYTES:.2g} times the L2 cache of an H200. One layer in "
-        "a loop would find much of itself there.",
+        f"a loop would find much of itself there. On a GPU {WARM} replays go before the steps that are timed.",
         f"alpha and beta are published figures of other machines, not calibrated on this one: that takes {plan.world} "
         "GPUs of one host (`inkling-ref bench collectives`, which also times a true step). Where NVLink multicast is "
         "off, its faster sums are not to be had.",
@@ -652,6 +652,8 @@ def measure(
     mesh.traffic = Priced(tp, link)
     for group in (mesh.world, mesh.tp, mesh.dp):
         group.traffic = mesh.traffic
+    if tp == 1:
+        raise InputError("--tp is 1, expected ranks that share the model: 2 or more")
     for arm in against:
         if arm not in ARMS:
             raise InputError(f"--against {arm}, expected some of {', '.join(ARMS)}, or none")
