@@ -292,6 +292,11 @@ def strided(t):
     return torch.stack([t, t.clone()], 1).flatten(0, 1)[::2]
 
 
+def view_of(matrix):
+    """The same matrix, none of whose tensors is contiguous."""
+    return ExpertMatrix(*(strided(t) if t is not None and t.ndim else t for t in matrix))
+
+
 def in_float64(h, weights, ids, w13, w2, *rest):
     dense = [
         ExpertMatrix(torch.stack([m.dense(e, torch.float32) for e in range(len(m.weight))]).double()) for m in (w13, w2)
@@ -380,7 +385,7 @@ def test_a_very_large_call_is_several(monkeypatch):
 @formats
 def test_experts_read_views(form):
     arguments = problem(form, 5, 4, 64, 96, 2, torch.float32)
-    views = [ExpertMatrix(*(strided(t) if t is not None and t.ndim else t for t in m)) for m in arguments[3:5]]
+    views = [view_of(m) for m in arguments[3:5]]
     assert not any(t.is_contiguous() for m in views for t in m if t is not None and t.ndim)
     assert torch.equal(kernel.experts(*arguments[:3], *views, *arguments[5:]), kernel.experts(*arguments))
 
@@ -433,9 +438,7 @@ def test_which_way_repacked_experts_go(E, k, ways, monkeypatch):
 def test_repacked_matrices_have_no_gaps(form):
     """The kernels read them as one block."""
     _, _, _, w13, w2, *_ = problem(form, 2, 4, 64, 32, 2, torch.float32)
-    w13, w2 = (
-        packing.pack(ExpertMatrix(*(strided(t) if t is not None and t.ndim else t for t in m))) for m in (w13, w2)
-    )
+    w13, w2 = (packing.pack(view_of(m)) for m in (w13, w2))
     assert kernel._check_matrices(w13, w2, 64, True) == 32
     for name in ("weight", "scale", "amax") if form == NVFP4 else ("weight", "scale"):
         views = w13._replace(**{name: strided(getattr(w13, name))})
