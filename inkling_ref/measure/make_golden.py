@@ -296,7 +296,10 @@ def _check_rejection(model: Inkling, made: Trace, rejection: dict) -> None:
         cache.crop(n + accepted)
         for step, token in enumerate(made.manifest["decoded"][0], start=1):
             logits = model(torch.tensor([[token]]), cache=cache).logits
-            torch.testing.assert_close(logits, made.tensors[f"step.{step}.logits"], rtol=1e-5, atol=1e-5)
+            expected = made.tensors[f"step.{step}.logits"]
+            error = float((logits - expected).norm() / expected.norm())
+            # Over all logits: single ones may be further off, on one processor more than on another.
+            assert error < 1e-5, f"step {step}: {error:.1e} off the logits of a cache that never saw the draft"
 
 
 def _write_texts(folder: Path, names: Sequence[str], seeds: dict[str, int]) -> None:
