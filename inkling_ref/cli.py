@@ -833,6 +833,7 @@ def _on_disk(checkpoint: Path) -> Counter:
     """Bytes of a folder's tensors by storage format, as `cost.checkpoint_bytes` names them."""
     import torch
 
+    from .quantization import dtype_name
     from .tensor_files import CheckpointReader
 
     weights = {torch.uint8: "NVFP4 codes", torch.float8_e4m3fn: "MXFP8 values"}
@@ -842,7 +843,7 @@ def _on_disk(checkpoint: Path) -> Counter:
         for name in reader.names:
             stored = reader.layout(name)
             kinds = scales if ".experts." in name and not name.endswith("_weight") else weights
-            sizes[kinds.get(stored.dtype, str(stored.dtype).removeprefix("torch."))] += stored.nbytes
+            sizes[kinds.get(stored.dtype, dtype_name(stored.dtype))] += stored.nbytes
     return sizes
 
 

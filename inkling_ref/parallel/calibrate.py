@@ -39,6 +39,7 @@ from ..config import FULL, SLIDING, InklingConfig
 from ..errors import InputError
 from ..files import whole_file
 from ..model import Inkling
+from ..quantization import dtype_name
 from .apply import TIMEOUT, Mesh
 from .collectives import Group, Link, entering, moment, seconds_between
 from .estimate import all_reduce, estimate
@@ -137,7 +138,7 @@ def calibrate(group: Group, D: int, device: str) -> list[dict[str, Any]]:
                 call, whole = _call(group, name, torch.randn(rows * D, device=device).to(dtype))
                 sent = (2 if name == "sum" else 1) * (group.size - 1) * whole // group.size
                 model = all_reduce(group.size, whole).seconds if name == "sum" else Link().seconds(1, sent)
-                point = {"collective": name, "dtype": str(dtype).removeprefix("torch."), "rows": rows, "sent": sent}
+                point = {"collective": name, "dtype": dtype_name(dtype), "rows": rows, "sent": sent}
                 point |= {"eager": _seconds(group, call, device), "published": model}
                 if device == "cuda":
                     point["graph"] = _seconds(group, _captured(call), device, calls=CALLS)

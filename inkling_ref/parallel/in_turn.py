@@ -49,6 +49,7 @@ from ..files import check_file, whole_file
 from ..measure.bench.harness import relative_rms, typical_rms
 from ..model import Inkling
 from ..moe import Router
+from ..quantization import dtype_name
 from ..residual import wide
 from .apply import Mesh, parallelize
 from .collectives import CollectiveError, Group, Traffic
@@ -361,7 +362,7 @@ def check_slice(
     del reference
     for arm in arms:
         ways = ("step",) if alone and arm != (backend, dtype) else ("step", "layers")  # the tokens are needed
-        say(f"one device, {arm[0]} {_name(arm[1])}: {', '.join(ways)}")
+        say(f"one device, {arm[0]} {dtype_name(arm[1])}: {', '.join(ways)}")
         _prepare(whole, *arm)
         single[arm] = {way: Called(bound(whole, None, arm[0]), ids, chosen).by(way) for way in ways}
     exact["tokens"] = next(iter(single.values()))["step"][0]["tokens"]
@@ -378,7 +379,7 @@ def check_slice(
             of_rank = partial(_of_rank, way, shards, arm[0], ids, chosen)
             (first, _), *others = results = in_turn(plan, of_rank)
             expected, others_alone = single[arm][way]
-            row = {"backend": arm[0], "dtype": _name(arm[1]), "form": form}
+            row = {"backend": arm[0], "dtype": dtype_name(arm[1]), "form": form}
             for kind, x in first.items():
                 same, best = expected[kind], exact[kind][:, -x.shape[1] :]
                 yield {
@@ -393,10 +394,6 @@ def _of_rank(
     way: str, shards: list[Inkling], backend: str, ids: Tensor, chosen: list[Tensor], mesh: Mesh
 ) -> tuple[dict[str, Tensor], float]:
     return Called(bound(shards[mesh.rank], mesh, backend), ids, chosen).by(way)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _prepare(model: Inkling, backend: str, dtype: torch.dtype) -> Inkling:

@@ -32,6 +32,7 @@ from ..decode_step import DecodeStep
 from ..errors import InputError
 from ..files import whole_file
 from ..model import Inkling
+from ..quantization import dtype_name
 from .apply import Mesh, load
 from .arms import compiled, use
 from .collectives import Link, entering, moment, seconds_between, waited
@@ -178,7 +179,7 @@ def main(
             "plan": {**asdict(plan), "ep": plan.n_ep, "etp": plan.etp, "world": plan.world},
             "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
             "torch": torch.__version__,
-            "dtype": str(dtype).removeprefix("torch."),
+            "dtype": dtype_name(dtype),
             "prompt tokens of each row": [random_tokens[1] if filled else len(row) for row in tokens],
             **({"graph": GRAPH} if graph and device == "cuda" else {}),
             **({} if prompt is None or only_rank is not None else {"answer": tokenizer.decode(ranks[0]["tokens"][0])}),
@@ -311,8 +312,8 @@ def measure_filled(model: Inkling, rows: int, context: int, steps: int, tokens: 
     """`steps` steps of random ids after `context` positions that nobody has read: seconds of each, and as `measure`.
 
     Of a graph also `replay_seconds`: of as many replays one after the other, in which the device waits for nobody. And
-    one step more is launched operation by operation, to count pairs of tokens and experts. Before
-    all, a graph is replayed WARM times, untimed.
+    one step more is launched operation by operation, to count pairs of tokens and experts. Before all, a graph is
+    replayed WARM times, untimed.
     """
     model.mesh.traffic.phase = "making the step"
     step = ready(DecodeStep(model, rows, context + (steps + 1) * tokens, tokens))
